@@ -1,0 +1,982 @@
+"""02 - Cut cross-entropy: the loss without the logits.
+
+The problem in one number
+    N = 8192 tokens, V = 256,000 classes, D = 2304 (Gemma 2 2B): the logits are 3.9 GiB in bf16, and a materialised loss
+    holds 23 GiB of them at its peak. The loss needs two numbers a token. This file computes both, and the exact
+    gradients, with about 0.25 GiB beside the gradients themselves.
+
+The maths                                                       E (N, D) embeddings, C (V, D) classifier, x (N,) targets
+    loss[n] = lse[n] - E[n] . C[x[n]]            lse[n] = log sum_v exp(E[n] . C[v])
+  A log-sum-exp can be taken piece by piece. For two pieces with maxima m1, m2 and sums s1, s2 of exp(logit - m):
+    m = max(m1, m2)        s = s1 exp(m1 - m) + s2 exp(m2 - m)        lse = m + log s
+  so a tile of logits can be made, folded into (m, s) and forgotten. Backward makes the tile again: with lse known,
+    G[n, v] = d loss / d logit = g[n] (exp(logit - lse[n]) - [v == x[n]])        dE = G C        dC = G^T E
+  which costs one more matrix pass than keeping the logits would: 2 N V D FLOP against 2 N V bytes written and read.
+
+The ladder
+    v1  blocked PyTorch: twenty lines, any device, any dtype. The algorithm, and the fast path on a CPU.
+    v2  Triton, tile by tile: the paper's Algorithms 1 to 3 as four kernels, each the only writer of what it writes.
+    v3  one operation: a kernel that makes partial (max, sum) and the target's logit per split of the vocabulary, merged
+        without locks; backward by slices of the vocabulary, one kernel for G and two matrix products a slice.
+
+How to launch
+    python 02_cce_kernel.py                      checks, then memory and time; under a minute on a CPU or a GPU
+    python 02_cce_kernel.py --break no-max       plant a famous bug and watch its check fail (exit status 1)
+    python 02_cce_kernel.py --shape 8192 128256 4096
+
+References
+    Cut Your Losses in Large-Vocabulary Language Models, arXiv 2411.09009 (Algorithms 1 to 3).
+    Fused output projection and loss prediction, arXiv 2511.17599 (one operation, splits of the vocabulary).
+    Online normalizer calculation for softmax, arXiv 1805.02867.
+
+Left out on purpose: gradient filtering and vocabulary sorting (03), a kernel tuned for one GPU (03), label smoothing.
+"""
+
+import functools
+import importlib
+import math
+import sys
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+base = importlib.import_module("01_logits_memory")
+HAS_TRITON, INTERPRETED, MIB = base.HAS_TRITON, base.INTERPRETED, base.MIB
+
+if HAS_TRITON:
+    import triton
+    import triton.language as tl
+else:  # macOS, Windows: the kernels below are still defined, never run; backend="triton" says so
+    triton = SimpleNamespace(jit=lambda kernel: kernel)
+    tl = SimpleNamespace(constexpr=lambda value: value)
+
+
+# ======================================================================================================================
+# 1. The cost model
+# ======================================================================================================================
+
+WORKSPACE = 256 * MIB  # what backward may hold beside its results: G of one slice, and dE in fp32
+CPU_BLOCK = 2**20  # elements of one block of logits on a CPU: 4 MiB in fp32, about the size of its cache
+
+
+def passes(rung):
+    """Matrix passes of 2 N V D FLOP for loss and gradients. Keeping the logits: logits, dE, dC. Recomputing them once
+    (v1, v3) adds one; v2 recomputes them in both of its backward kernels."""
+    return {"materialised": 3, "v1": 4, "v2": 5, "v3": 4}[rung]
+
+
+def slice_width(N, V, D, device, itemsize):
+    """Columns of G that backward makes at a time: what WORKSPACE leaves beside dE's fp32 sum, in whole tiles."""
+    if torch.device(device).type == "cpu":
+        return min(V, max(256, CPU_BLOCK // max(N, 1)))
+    return min(V, max(1024, (WORKSPACE - 4 * N * D) // (itemsize * max(N, 1)) // 256 * 256))
+
+
+def vocabulary_slices(V, width):
+    """(start, stop) pairs that cover range(V), in a fixed order: sums in the same order are the same bits."""
+    return [(start, min(start + width, V)) for start in range(0, V, width)]
+
+
+def backward_bytes(N, V, D, device, itemsize):
+    """Peak of v3's loss and gradients beyond E and C: dC, dE, the fp32 sum that dE is rounded from, G of one slice."""
+    accumulator = 4 * N * D if itemsize < 4 else 0
+    return itemsize * (V * D + N * D) + accumulator + itemsize * N * slice_width(N, V, D, device, itemsize)
+
+
+def forward_bytes(N, V):
+    """Peak of v3's loss alone: a partial lse for each row and split, and four numbers a row (lse, target logit, the
+    difference, its masked copy)."""
+    return 4 * N * math.ceil(V / SPLIT) + 4 * 4 * N
+
+
+# ======================================================================================================================
+# 2. v1, blocked PyTorch: the whole algorithm. Everything after it is the same thing, faster
+# ======================================================================================================================
+
+
+def block_logits(E, C, bias, softcap):
+    """E (N, D), C (W, D) a block of classes, bias (W,) -> (N, W), in fp32 or fp64 whatever the inputs are."""
+    dtype = torch.promote_types(E.dtype, torch.float32)
+    logits = E.to(dtype) @ C.to(dtype).T  # (N, W)
+    if bias is not None:
+        logits += bias
+    return logits if softcap is None else torch.tanh_(logits.div_(softcap)).mul_(softcap)
+
+
+def blocked_lse_and_target(E, C, targets, bias, softcap):
+    """lse (N,) and the target's logit (N,), 0 where the target is none of C's classes. One block alive at a time."""
+    N, V = E.shape[0], C.shape[0]
+    lse = torch.full((N,), -math.inf, dtype=torch.promote_types(E.dtype, torch.float32), device=E.device)
+    target_logit = torch.zeros_like(lse)
+    for start, stop in vocabulary_slices(V, slice_width(N, V, E.shape[1], "cpu", 4)):
+        logits = block_logits(E, C[start:stop], None if bias is None else bias[start:stop], softcap)  # (N, W)
+        lse = merge(torch.stack((lse, logits.logsumexp(1))))  # online: what came before, and this block
+        index = targets - start  # (N,)
+        inside = (index >= 0) & (index < stop - start)
+        target_logit += logits.gather(1, index.where(inside, 0).unsqueeze(1)).squeeze(1).where(inside, 0.0)
+    return lse, target_logit
+
+
+def blocked_gradient(E, C, targets, lse, g_softmax, g_target, bias, softcap):
+    """G (N, W) for the block C (W, D): g_softmax * softmax - g_target * onehot, through the softcap."""
+    G = block_logits(E, C, bias, softcap)
+    slope = None if softcap is None else 1 - (G / softcap) ** 2  # d cap(l) / d l, from the capped logit
+    G = G.sub_(lse.unsqueeze(1)).exp_().mul_(g_softmax.unsqueeze(1))
+    inside = (targets >= 0) & (targets < C.shape[0])
+    G.scatter_add_(1, targets.where(inside, 0).unsqueeze(1), -g_target.where(inside, 0.0).unsqueeze(1).to(G.dtype))
+    return G if slope is None else G.mul_(slope)
+
+
+def merge(partial):
+    """partial (pieces, N), each a log-sum-exp -> (N,), the log-sum-exp of all. Order fixed, so the bits are, too."""
+    return partial.logsumexp(0)
+
+
+# ======================================================================================================================
+# 3. v2, Triton tile by tile: Algorithms 1 to 3 of the paper
+# ======================================================================================================================
+
+# Tiles. BLOCK_D is how deep a slab of E and C is fetched at a time; num_stages slabs are in flight. 128 x 128 needs
+# (128 + 128) * 64 * 2 bytes * 3 stages = 96 KiB of shared memory: it fits every GPU from Ampere on. The interpreter has
+# neither registers nor stages: small tiles there make small tests cross many edges.
+TILES = {
+    "16-bit": dict(BLOCK_N=128, BLOCK_V=128, BLOCK_D=64, num_warps=8, num_stages=3),
+    "32-bit": dict(BLOCK_N=64, BLOCK_V=64, BLOCK_D=32, num_warps=4, num_stages=2),
+    "interpreted": dict(BLOCK_N=64, BLOCK_V=64, BLOCK_D=64),
+}
+SPLIT = 128 if INTERPRETED else 2048  # columns whose partial lse one program of v3 makes: a multiple of each BLOCK_V
+UPCAST = tl.constexpr(INTERPRETED)  # the interpreter's bf16 dot is wrong: it gets fp32 operands, which is exact
+
+
+def tiles_for(E):
+    """The tile sizes and launch options for inputs like E, as keyword arguments of a kernel."""
+    return TILES["interpreted" if INTERPRETED else "16-bit" if E.element_size() == 2 else "32-bit"]
+
+
+@triton.jit
+def load_tile(matrix, rows, cols, num_rows, num_cols, stride):
+    """A (rows, cols) tile of a row-major matrix, 0 outside it. Offsets in 64 bits: V D and N V pass 2^31."""
+    inside = (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
+    return tl.load(matrix + rows.to(tl.int64)[:, None] * stride + cols[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def dot(a, b, acc):
+    """acc + a @ b with fp32 sums; fp32 operands keep all their bits (no tf32)."""
+    if UPCAST:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def mask_tail(logits, cols, V):
+    """Columns right of V do not exist: exp(-inf) = 0 keeps them out of every sum."""
+    return tl.where((cols < V)[None, :], logits, -float("inf"))
+
+
+@triton.jit
+def tile_logits(
+    E, C, bias, rows, cols, N, V, D, stride_e, stride_c, softcap,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
+):
+    """One tile of logits, (BLOCK_N, BLOCK_V) fp32, in registers. The bias is added once, after the loop over D."""
+    acc = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
+    for start in range(0, D, BLOCK_D):
+        depth = start + tl.arange(0, BLOCK_D)
+        e = load_tile(E, rows, depth, N, D, stride_e)  # (BLOCK_N, BLOCK_D)
+        c = load_tile(C, cols, depth, V, D, stride_c)  # (BLOCK_V, BLOCK_D)
+        acc = dot(e, tl.trans(c), acc)
+    if HAS_BIAS:
+        acc += tl.load(bias + cols, mask=cols < V, other=0.0).to(tl.float32)[None, :]
+    if HAS_SOFTCAP:
+        acc = softcap * (1 - 2 / (tl.exp(2 * acc / softcap) + 1))  # softcap * tanh(acc / softcap)
+    return mask_tail(acc, cols, V)
+
+
+@triton.jit
+def online_step(top, total, logits):
+    """Fold a tile (BLOCK_N, BLOCK_V) into the running maximum and sum (BLOCK_N,). A row that has seen nothing but -inf
+    (a bias can switch classes off) keeps top = -inf and total = 0: the inner `where` avoids -inf - -inf = NaN."""
+    new_top = tl.maximum(top, tl.max(logits, 1))
+    finite = tl.where(new_top == -float("inf"), 0.0, new_top)
+    return new_top, total * tl.exp(top - finite) + tl.sum(tl.exp(logits - finite[:, None]), 1)
+
+
+@triton.jit
+def tile_gradient(logits, lse, x, cols, V, g_softmax, g_target, softcap, HAS_SOFTCAP: tl.constexpr):
+    """G (BLOCK_N, BLOCK_V) from a tile of logits; x is the target's column. Rows past N come with zero gradients."""
+    logits = tl.where((cols < V)[None, :], logits, 0.0)  # the tail's -inf would make NaN of the cap's slope
+    G = tl.exp(logits - lse[:, None]) * g_softmax[:, None]
+    G -= tl.where(cols[None, :] == x[:, None], g_target[:, None], 0.0)
+    if HAS_SOFTCAP:
+        G *= 1 - (logits / softcap) * (logits / softcap)  # the slope of the cap, from the capped logit
+    return tl.where((cols < V)[None, :], G, 0.0)
+
+
+@triton.jit
+def indexed_dot_kernel(E, C, targets, out, N, V, D, stride_e, stride_c, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Algorithm 1: out[n] = E[n] . C[x[n]]. Gathers one row of C a token; a target outside C reads nothing."""
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    x = tl.load(targets + rows, mask=rows < N, other=-1)
+    x = tl.where((x >= 0) & (x < V), x, V)  # row V is past the end, so load_tile gives zeros
+    acc = tl.zeros((BLOCK_N,), tl.float32)
+    for start in range(0, D, BLOCK_D):
+        depth = start + tl.arange(0, BLOCK_D)
+        e = load_tile(E, rows, depth, N, D, stride_e).to(tl.float32)  # (BLOCK_N, BLOCK_D)
+        c = load_tile(C, x, depth, V, D, stride_c).to(tl.float32)  # (BLOCK_N, BLOCK_D)
+        acc += tl.sum(e * c, 1)
+    tl.store(out + rows, acc, mask=rows < N)
+
+
+@triton.jit
+def linear_lse_kernel(
+    E, C, out, N, V, D, stride_e, stride_c, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """Algorithm 2: out[n] = log sum_v exp(E[n] . C[v]). The paper gives each tile a program of its own and merges into
+    out under a lock, in whatever order they arrive. Here a program owns its rows and walks the whole vocabulary: no
+    lock and a fixed order, but only N / BLOCK_N programs, too few to fill a GPU. v3 mends that."""
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    top = tl.full((BLOCK_N,), -float("inf"), tl.float32)
+    total = tl.zeros((BLOCK_N,), tl.float32)
+    for start in range(0, V, BLOCK_V):
+        cols = start + tl.arange(0, BLOCK_V)
+        logits = tile_logits(
+            E, C, E, rows, cols, N, V, D, stride_e, stride_c, 1.0, False, False, BLOCK_N, BLOCK_V, BLOCK_D
+        )
+        top, total = online_step(top, total, logits)
+    tl.store(out + rows, top + tl.log(total), mask=rows < N)
+
+
+# Algorithm 3 has one program per tile add G C to dE and G^T E to dC. Many tiles share each row of dE and of dC, so the
+# paper locks every read-modify-write, and the order, hence the rounding, changes from run to run. The price of never
+# locking is to make each tile twice: once by the program that owns its rows of dE, once by the owner of its rows of dC.
+# An owner's sum, BLOCK x D in fp32, exceeds the registers: it lives in memory (in practice in L2) and is updated
+# BLOCK_D columns at a time. The barrier makes an update visible to the whole program before the next one reads it.
+
+
+@triton.jit
+def add_product(out, G, matrix, rows, inner, num_rows, num_inner, D, stride, BLOCK_D: tl.constexpr):
+    """out[rows] (fp32, D columns) += G (rows, inner) @ matrix[inner]."""
+    for start in range(0, D, BLOCK_D):
+        depth = start + tl.arange(0, BLOCK_D)
+        m = load_tile(matrix, inner, depth, num_inner, D, stride)  # (inner, BLOCK_D)
+        at = out + rows.to(tl.int64)[:, None] * D + depth[None, :]
+        inside = (rows < num_rows)[:, None] & (depth < D)[None, :]
+        tl.store(at, dot(G.to(m.dtype), m, tl.load(at, mask=inside, other=0.0)), mask=inside)
+    tl.debug_barrier()
+
+
+@triton.jit
+def gradient_e_kernel(
+    E, C, targets, lse, g, dE, N, V, D, stride_e, stride_c,
+    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
+):
+    """Algorithm 3, the half that owns BLOCK_N rows of dE (N, D) fp32, zeroed before."""
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row_lse = tl.load(lse + rows, mask=rows < N, other=0.0)
+    row_g = tl.load(g + rows, mask=rows < N, other=0.0)
+    x = tl.load(targets + rows, mask=rows < N, other=-1)
+    for start in range(0, V, BLOCK_V):
+        cols = start + tl.arange(0, BLOCK_V)
+        logits = tile_logits(
+            E, C, E, rows, cols, N, V, D, stride_e, stride_c, 1.0, False, False, BLOCK_N, BLOCK_V, BLOCK_D
+        )
+        G = tile_gradient(logits, row_lse, x, cols, V, row_g, row_g, 1.0, False)  # (BLOCK_N, BLOCK_V)
+        add_product(dE, G, C, rows, cols, N, V, D, stride_c, BLOCK_D)
+
+
+@triton.jit
+def gradient_c_kernel(
+    E, C, targets, lse, g, dC, N, V, D, stride_e, stride_c,
+    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
+):
+    """Algorithm 3, the half that owns BLOCK_V rows of dC (V, D) fp32, zeroed before."""
+    cols = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    for start in range(0, N, BLOCK_N):
+        rows = start + tl.arange(0, BLOCK_N)
+        row_lse = tl.load(lse + rows, mask=rows < N, other=0.0)
+        row_g = tl.load(g + rows, mask=rows < N, other=0.0)
+        x = tl.load(targets + rows, mask=rows < N, other=-1)
+        logits = tile_logits(
+            E, C, E, rows, cols, N, V, D, stride_e, stride_c, 1.0, False, False, BLOCK_N, BLOCK_V, BLOCK_D
+        )
+        G = tile_gradient(logits, row_lse, x, cols, V, row_g, row_g, 1.0, False)
+        add_product(dC, tl.trans(G), E, cols, rows, V, N, D, stride_e, BLOCK_D)
+
+
+def tiled_loss_and_gradients(E, C, targets):
+    """v2 as a whole: per-token loss (N,), and dE, dC of the mean over kept tokens, in the dtypes of E and C.
+
+    E (N, D), C (V, D) of one dtype, targets (N,), ignored or out of range when negative."""
+    (N, D), V, tiles = E.shape, C.shape[0], tiles_for(E)
+    kept = targets >= 0  # (N,)
+    g = base.token_weights(kept).float()  # (N,)
+    lse, target_logit = torch.empty(2, N, device=E.device)
+    dE, dC = (torch.zeros(t.shape, device=E.device) for t in (E, C))  # fp32: 2.2 GiB for a dC of 256,000 x 2304
+    shape = (N, V, D, E.stride(0), C.stride(0))
+    over_rows, over_cols = (triton.cdiv(N, tiles["BLOCK_N"]),), (triton.cdiv(V, tiles["BLOCK_V"]),)
+    indexed_dot_kernel[over_rows](E, C, targets, target_logit, *shape, tiles["BLOCK_N"], tiles["BLOCK_D"])
+    linear_lse_kernel[over_rows](E, C, lse, *shape, **tiles)
+    gradient_e_kernel[over_rows](E, C, targets, lse, g, dE, *shape, **tiles)
+    gradient_c_kernel[over_cols](E, C, targets, lse, g, dC, *shape, **tiles)
+    return (lse - target_logit).where(kept, 0.0), dE.to(E.dtype), dC.to(C.dtype)
+
+
+# ======================================================================================================================
+# 4. v3, one operation: partial sums per split of the vocabulary; gradients by slices of it
+# ======================================================================================================================
+
+
+@triton.jit
+def split_lse_kernel(
+    E, C, bias, targets, partial, target_logit, N, V, D, stride_e, stride_c, softcap,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, SPLIT: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
+):
+    """partial[s, n] = lse of row n over split s of the vocabulary; target_logit[n] by the split that holds the target.
+
+    One program per (rows, split): (N / BLOCK_N) (V / SPLIT) programs fill any GPU. Neighbours share a split, so SPLIT
+    rows of C are fetched from memory once and then served from L2 to all rows of E. Every address has one writer."""
+    row_blocks = tl.cdiv(N, BLOCK_N)
+    split = tl.program_id(0) // row_blocks
+    rows = (tl.program_id(0) % row_blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
+    x = tl.load(targets + rows, mask=rows < N, other=-1)  # (BLOCK_N,)
+    top = tl.full((BLOCK_N,), -float("inf"), tl.float32)
+    total = tl.zeros((BLOCK_N,), tl.float32)
+    found = tl.zeros((BLOCK_N,), tl.float32)
+    first, last = split * SPLIT, tl.minimum(split * SPLIT + SPLIT, V)
+    for start in range(first, last, BLOCK_V):
+        cols = start + tl.arange(0, BLOCK_V)
+        logits = tile_logits(
+            E, C, bias, rows, cols, N, V, D, stride_e, stride_c, softcap,
+            HAS_BIAS, HAS_SOFTCAP, BLOCK_N, BLOCK_V, BLOCK_D,
+        )
+        found += tl.sum(tl.where(cols[None, :] == x[:, None], logits, 0.0), 1)
+        top, total = online_step(top, total, logits)
+    tl.store(partial + split.to(tl.int64) * N + rows, top + tl.log(total), mask=rows < N)
+    tl.store(target_logit + rows, found, mask=(rows < N) & (x >= first) & (x < last))
+
+
+@triton.jit
+def gradient_kernel(
+    E, C, bias, targets, lse, g_softmax, g_target, G, N, V, D, stride_e, stride_c, softcap,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
+):
+    """G (N, V) of a slice C (V, D). The logits stay in fp32 registers until they have become G: rounding them to bf16
+    first, as a separate matrix product would, puts an error of 2^-9 |logit| into the exponent."""
+    row_blocks = tl.cdiv(N, BLOCK_N)
+    rows = (tl.program_id(0) % row_blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
+    cols = (tl.program_id(0) // row_blocks) * BLOCK_V + tl.arange(0, BLOCK_V)
+    logits = tile_logits(
+        E, C, bias, rows, cols, N, V, D, stride_e, stride_c, softcap,
+        HAS_BIAS, HAS_SOFTCAP, BLOCK_N, BLOCK_V, BLOCK_D,
+    )
+    tile = tile_gradient(
+        logits,
+        tl.load(lse + rows, mask=rows < N, other=0.0),
+        tl.load(targets + rows, mask=rows < N, other=-1),
+        cols, V,
+        tl.load(g_softmax + rows, mask=rows < N, other=0.0),
+        tl.load(g_target + rows, mask=rows < N, other=0.0),
+        softcap, HAS_SOFTCAP,
+    )
+    inside = (rows < N)[:, None] & (cols < V)[None, :]
+    tl.store(G + rows.to(tl.int64)[:, None] * V + cols[None, :], tile.to(G.dtype.element_ty), mask=inside)
+
+
+def split_lse_and_target(E, C, targets, bias, softcap):
+    """The Triton form of blocked_lse_and_target: one kernel, then a merge of (V / SPLIT, N) numbers."""
+    (N, D), V, tiles = E.shape, C.shape[0], tiles_for(E)
+    partial = torch.empty(triton.cdiv(V, SPLIT), N, device=E.device)
+    target_logit = torch.zeros(N, device=E.device)
+    grid = (triton.cdiv(N, tiles["BLOCK_N"]) * partial.shape[0],)
+    split_lse_kernel[grid](
+        E, C, E if bias is None else bias, targets, partial, target_logit,
+        N, V, D, E.stride(0), C.stride(0), softcap or 1.0,
+        HAS_BIAS=bias is not None, HAS_SOFTCAP=softcap is not None, SPLIT=SPLIT, **tiles,
+    )
+    return merge(partial), target_logit
+
+
+def slice_gradient(E, C, targets, lse, g_softmax, g_target, bias, softcap):
+    """The Triton form of blocked_gradient. G (N, W) has the dtype of E on a GPU, where the matrix products want it."""
+    (N, D), W, tiles = E.shape, C.shape[0], tiles_for(E)
+    G = torch.empty(N, W, device=E.device, dtype=E.dtype if E.is_cuda else torch.float32)
+    gradient_kernel[(triton.cdiv(N, tiles["BLOCK_N"]) * triton.cdiv(W, tiles["BLOCK_V"]),)](
+        E, C, E if bias is None else bias, targets, lse, g_softmax, g_target, G,
+        N, W, D, E.stride(0), C.stride(0), softcap or 1.0,
+        HAS_BIAS=bias is not None, HAS_SOFTCAP=softcap is not None, **tiles,
+    )
+    return G
+
+
+# ======================================================================================================================
+# 5. The API: two building blocks, and the differentiable loss made of them
+# ======================================================================================================================
+
+
+def choose_backend(backend, E, C):
+    """"triton" or "torch" for inputs like E and C; ValueError when the wish cannot be met."""
+    if E.dtype != C.dtype:
+        raise ValueError(f"E is {E.dtype} but C is {C.dtype}: cast one of them, or use autocast")
+    if backend not in ("auto", "triton", "torch"):
+        raise ValueError(f"backend is {backend!r}: use 'auto', 'triton' or 'torch'")
+    narrow = E.dtype in (torch.float32, torch.float16, torch.bfloat16)
+    if backend == "triton":
+        if not HAS_TRITON:
+            raise ValueError("backend is 'triton', which is not installed (Linux: pip install triton): use 'torch'")
+        if not narrow:
+            raise ValueError(f"backend is 'triton' but E is {E.dtype}: use 'torch', which also takes fp64")
+        if not (E.is_cuda or INTERPRETED):
+            raise ValueError(f"backend is 'triton' but E is on {E.device}: use 'torch', or set TRITON_INTERPRET=1")
+        return "triton"
+    return "triton" if backend == "auto" and HAS_TRITON and E.is_cuda and narrow else "torch"
+
+
+def rows_contiguous(matrix):
+    """The kernels take any row stride but read a row as one run of memory."""
+    return matrix if matrix.stride(-1) == 1 else matrix.contiguous()
+
+
+def lse_and_target(E, C, targets, vocab_start=0, *, bias=None, softcap=None, backend="auto"):
+    """What a slice C (W, D) of the vocabulary, starting at class vocab_start, contributes to the loss; no gradients.
+
+    E (N, D), targets (N,) int64 over the whole vocabulary, bias (W,). Returns lse (N,) over the slice and the target's
+    logit (N,), 0 where the target lies elsewhere; fp32 (fp64 for fp64). Slices merge by logsumexp and by addition."""
+    run = split_lse_and_target if choose_backend(backend, E, C) == "triton" else blocked_lse_and_target
+    return run(rows_contiguous(E), rows_contiguous(C), targets - vocab_start, bias, softcap)
+
+
+def slice_softmax_gradient(E, C, targets, lse, vocab_start, g_softmax, g_target, bias, softcap, backend):
+    """G (N, W) = g_softmax * softmax - g_target * onehot over the slice C (W, D); lse (N,) of all classes."""
+    run = slice_gradient if choose_backend(backend, E, C) == "triton" else blocked_gradient
+    return run(rows_contiguous(E), rows_contiguous(C), targets - vocab_start, lse, g_softmax, g_target, bias, softcap)
+
+
+def add_to(total, G, C):
+    """total (N, D) += G (N, W) @ C (W, D), summed in the dtype of total whatever the operands are."""
+    if G.dtype == total.dtype:
+        return total.addmm_(G, C.to(G.dtype))
+    return torch.addmm(total, G, C, out_dtype=total.dtype, out=total)  # 16-bit operands, fp32 sum: one cuBLAS call
+
+
+def gradient_chunk(
+    E, C_chunk, targets, lse, vocab_start, grad, *, grad_lse=None, bias=None, softcap=None, backend="auto"
+):
+    """Gradients that the slice C_chunk (W, D), starting at class vocab_start, is responsible for.
+
+    E (N, D), targets (N,), lse (N,) over the WHOLE vocabulary, grad (N,) upstream gradient of each token's loss (0 for
+    ignored tokens), grad_lse (N,) that of its lse. Returns the slice's part of dE (N, D), fp32 (fp64 for fp64), to be
+    summed over slices, and dC of the slice (W, D) in the dtype of C."""
+    g_softmax = grad if grad_lse is None else grad + grad_lse
+    G = slice_softmax_gradient(E, C_chunk, targets, lse, vocab_start, g_softmax, grad, bias, softcap, backend)
+    dE = add_to(torch.zeros(E.shape, dtype=lse.dtype, device=E.device), G, C_chunk)
+    return dE, (G.T @ E.to(G.dtype)).to(C_chunk.dtype)
+
+
+def row_gradients(grad_loss, grad_lse):
+    """loss = lse - target_logit: each ROW's factors of softmax and of the one-hot (N,), (N,)."""
+    return (grad_loss + grad_lse).contiguous(), grad_loss.contiguous()
+
+
+class _CutCrossEntropy(torch.autograd.Function):
+    """(E, C, bias) -> per-token loss (N,) and lse (N,). Keeps lse alone: O(N) from forward to backward."""
+
+    @staticmethod
+    def forward(ctx, E, C, bias, targets, softcap, backend):
+        lse, target_logit = lse_and_target(E, C, targets, bias=bias, softcap=softcap, backend=backend)
+        ctx.save_for_backward(E, C, bias, targets, lse)
+        ctx.softcap, ctx.backend = softcap, backend
+        return lse - target_logit, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_loss, grad_lse):
+        E, C, bias, targets, lse = ctx.saved_tensors
+        (N, D), V = E.shape, C.shape[0]
+        g_softmax, g_target = row_gradients(grad_loss, grad_lse)
+        # fp16 has five exponent bits: softmax / N would vanish in G. Take a power of two (exact) out, put it back at
+        # the end. Stays on the GPU as a tensor: reading it on the host would stall.
+        unit = torch.ones((), device=E.device)
+        if E.dtype == torch.float16:
+            unit = torch.exp2(g_softmax.abs().max().clamp(min=1e-30).log2().round())
+            g_softmax, g_target = g_softmax / unit, g_target / unit
+        need_E, need_C, need_bias = ctx.needs_input_grad[:3]
+        dE = torch.zeros(N, D, dtype=lse.dtype, device=E.device) if need_E else None
+        dC = torch.empty_like(C) if need_C else None
+        db = torch.empty_like(bias) if need_bias else None
+        for start, stop in vocabulary_slices(V, slice_width(N, V, D, E.device, E.element_size())):
+            part = slice(start, stop)
+            part_bias = None if bias is None else bias[part]
+            G = slice_softmax_gradient(
+                E, C[part], targets, lse, start, g_softmax, g_target, part_bias, ctx.softcap, ctx.backend
+            )  # (N, W): the only large buffer
+            if need_E:
+                add_to(dE, G, C[part])
+            if need_C and G.dtype == C.dtype != torch.float16:
+                torch.mm(G.T, E, out=dC[part])  # written once, no accumulator
+            elif need_C:
+                dC[part] = add_to(torch.zeros(stop - start, D, dtype=lse.dtype, device=E.device), G.T, E) * unit
+            if need_bias:
+                db[part] = G.sum(0, dtype=lse.dtype) * unit
+            del G  # before the next slice's G is made
+        return None if dE is None else dE.mul_(unit).to(E.dtype), dC, db, None, None, None
+
+
+def linear_cross_entropy(
+    E, C, targets, bias=None, *, ignore_index=-100, softcap=None, reduction="mean", shift=0, return_lse=False,
+    backend="auto", check_targets=False,
+):
+    """Cross-entropy of E C^T against targets without the (N, V) logits. Meaning as in 01's reference.
+
+    E (..., D), C (V, D) of one dtype: fp32, fp16, bf16 (sums in fp32), or fp64 (torch backend). targets (...) int64,
+    bias (V,). Under autocast E and C are cast first. backend: "triton", "torch" (blocked, any device), or "auto":
+    Triton for CUDA tensors where it is installed, else torch. Differentiable once in E, C, bias, also through the lse
+    (...) that return_lse adds, as often as retain_graph allows. Bitwise repeatable: no atomics, fixed order of sums.
+
+    All tokens ignored: loss 0, zero gradients. A target that is neither a class nor ignore_index is never read outside
+    C: on the CPU ValueError; on CUDA, where looking would stall every step, its loss is NaN unless check_targets=True
+    asks for the ValueError. Ignored tokens cost as much as others: drop them before if they are many (01, rung 1).
+    ValueError on arguments that do not fit. arXiv 2411.09009 and 2511.17599.
+    """
+    base.check_arguments(E, C, targets, bias, reduction, shift, softcap)
+    device_type = E.device.type
+    if torch.is_autocast_enabled(device_type) and E.dtype != torch.float64:
+        E, C = (t.to(torch.get_autocast_dtype(device_type)) for t in (E, C))
+    backend = choose_backend(backend, E, C)
+    if check_targets or device_type == "cpu":
+        base.check_target_range(targets, C.shape[0], ignore_index)
+    E, targets = base.shift_tokens(E, targets, shift)
+    shape, targets = targets.shape, targets.reshape(-1)
+    bias = None if bias is None else bias.contiguous()
+    kept = targets != ignore_index  # (N,)
+    with torch.autocast(device_type, enabled=False):
+        loss, lse = _CutCrossEntropy.apply(E.reshape(-1, C.shape[1]), C, bias, targets, softcap, backend)
+        loss = loss.where((targets >= 0) & (targets < C.shape[0]), math.nan).where(kept, 0.0)
+        loss = base.reduce_loss(loss, kept, reduction)
+    loss = loss.view(shape) if reduction == "none" else loss
+    return (loss, lse.view(shape)) if return_lse else loss
+
+
+# ======================================================================================================================
+# 6. Checks
+# ======================================================================================================================
+
+
+def backends(device):
+    """The backends that run on this device: the kernels are compiled for a GPU and interpreted on a CPU."""
+    triton_runs = HAS_TRITON and (INTERPRETED or torch.device(device).type == "cuda")
+    return ("torch", "triton") if triton_runs else ("torch",)
+
+
+def gradients_of(loss_fn, E, C, bias, targets, weight=None, **options):
+    """[loss, dE, dC, dbias] of loss_fn, detached; `weight` is the upstream gradient of an unreduced loss."""
+    leaves = [t for t in (E, C, bias) if t is not None]
+    loss = loss_fn(E, C, targets, bias, **options)
+    return [loss.detach(), *torch.autograd.grad(loss, leaves, weight)]
+
+
+def error(got, want):
+    """Relative Frobenius error in fp64; NaN stays NaN, so that no comparison lets it pass."""
+    got, want = got.double(), want.double()
+    return ((got - want).norm() / want.norm().clamp(min=1e-30)).item()
+
+
+def require_as_good(name, got, peer, want, slack):
+    """The three-way rule: our error against the exact result may exceed that of torch's same-dtype way by `slack`."""
+    ours, theirs = error(got, want), error(peer, want)
+    base.require(ours <= theirs + slack, f"{name}: relative error {ours:.2e}, torch in the same dtype {theirs:.2e}")
+
+
+def same_dtype_loss(E, C, targets, bias=None, *, softcap=None, **options):
+    """The peer of the three-way rule: what torch gives when the logits are made in the dtype of E."""
+    logits = E @ C.T if bias is None else E @ C.T + bias
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    return F.cross_entropy(logits.float(), targets, **options)
+
+
+def check_equal(N=70, V=203, D=72, dtype=torch.float32, device="cpu", seed=0, bias=True, softcap=None, scale=1.0):
+    """Loss and all gradients, as good as torch's own in the same dtype against the reference in fp64."""
+    E, C, b, x = base.random_problem(N, V, D, dtype, device, seed, bias=bias, scale=scale)
+    exact = [None if t is None else t.detach().double().requires_grad_() for t in (E, C, b)]
+    want = gradients_of(base.linear_cross_entropy_reference, *exact, x, softcap=softcap)
+    peer = gradients_of(same_dtype_loss, E, C, b, x, softcap=softcap)
+    for backend in backends(device):
+        got = gradients_of(linear_cross_entropy, E, C, b, x, softcap=softcap, backend=backend)
+        for name, g, p, w in zip(("loss", "dE", "dC", "dbias"), got, peer, want, strict=False):
+            slack = 2e-6 if dtype == torch.float32 else 1e-3  # a few roundings of fp32; half of bf16's last place
+            require_as_good(f"{backend} {dtype} {name}", g, p, w, slack)
+
+
+def check_ladder(N=70, V=203, D=72, dtype=torch.float32, device="cpu", seed=0):
+    """v2, whose kernels share the tile but nothing else with v3, against the reference."""
+    if "triton" not in backends(device):
+        return
+    E, C, _, x = base.random_problem(N, V, D, dtype, device, seed, bias=False)
+    want = gradients_of(base.linear_cross_entropy_reference, E.detach().double().requires_grad_(),
+                        C.detach().double().requires_grad_(), None, x)
+    peer = gradients_of(same_dtype_loss, E, C, None, x)
+    loss, dE, dC = tiled_loss_and_gradients(E.detach(), C.detach(), x)
+    got = [loss.sum() / (x >= 0).sum(), dE, dC]
+    for name, g, p, w in zip(("loss", "dE", "dC"), got, peer, want, strict=True):
+        require_as_good(f"v2 {dtype} {name}", g, p, w, 2e-6 if dtype == torch.float32 else 1e-3)
+
+
+def check_reductions(device="cpu"):
+    """sum and none, shift and leading shapes; with "none", every token has an upstream gradient of its own (a fused
+    peer scaled all rows by the first row's: Liger Kernel issue 1298)."""
+    E, C, b, x = base.random_problem(60, 131, 24, torch.float32, device)
+    E3, x2 = E.detach().view(3, 20, 24).requires_grad_(), x.view(3, 20)
+    weight = torch.linspace(-1, 2, 54, device=device).view(3, 18)
+    for backend in backends(device):
+        for reduction, w in (("sum", None), ("mean", None), ("none", weight)):
+            options = dict(reduction=reduction, shift=2)
+            want = gradients_of(base.linear_cross_entropy_reference, E3, C, b, x2, w, **options)
+            got = gradients_of(linear_cross_entropy, E3, C, b, x2, w, backend=backend, **options)
+            for g, r in zip(got, want, strict=True):
+                torch.testing.assert_close(g, r, rtol=1e-4, atol=1e-5)
+
+
+def check_returned_lse(device="cpu"):
+    """A z-loss through the returned lse reaches E, C and bias, also from ignored tokens."""
+    E, C, b, x = base.random_problem(40, 97, 16, torch.float32, device)
+
+    def z_loss(fn, **options):
+        loss, lse = fn(E, C, x, b, return_lse=True, **options)
+        return torch.autograd.grad(loss + 0.1 * (lse**2).mean(), (E, C, b))
+
+    want = z_loss(base.linear_cross_entropy_reference)
+    for backend in backends(device):
+        for g, w in zip(z_loss(linear_cross_entropy, backend=backend), want, strict=True):
+            torch.testing.assert_close(g, w, rtol=1e-4, atol=1e-5)
+
+
+def check_extreme_logits(device="cpu"):
+    """Logits around +-1000: finite and right. All strongly negative catches a maximum that starts at 0."""
+    for offset in (1000.0, -1000.0):
+        E, C, b, x = base.random_problem(33, 150, 16, torch.float32, device)
+        want = base.linear_cross_entropy_reference(E.double(), C.double(), x, b.double() + offset).item()
+        for backend in backends(device):
+            got = linear_cross_entropy(E, C, x, b + offset, backend=backend).item()
+            good = abs(got - want) <= 1e-3 * want
+            base.require(good, f"{backend}: loss {got} with logits around {offset:g}, should be {want:.4f}")
+
+
+def check_switched_off_classes(device="cpu"):
+    """A bias of -inf switches classes off, whole tiles of them too (padded vocabularies): no NaN, no gradient."""
+    E, C, _, x = base.random_problem(20, 300, 16, torch.float32, device)
+    x = x.where(x < 100, x % 100)
+    b = torch.zeros(300, device=device)
+    b[100:] = -math.inf
+    want = gradients_of(same_dtype_loss, E, C[:100], None, x)
+    for backend in backends(device):
+        loss = linear_cross_entropy(E, C, x, b, backend=backend)
+        dE, dC = torch.autograd.grad(loss, (E, C))
+        torch.testing.assert_close(loss, want[0])
+        torch.testing.assert_close(dE, want[1], rtol=1e-4, atol=1e-6)
+        base.require(not dC[100:].any(), f"{backend}: a class that is switched off has a gradient")
+
+
+def check_all_ignored(device="cpu"):
+    """A micro-batch of padding alone: loss 0, gradients 0, where dividing by the count gives NaN."""
+    E, C, b, x = base.random_problem(20, 50, 8, torch.float32, device, ignored=1.1)
+    for backend in backends(device):
+        for value in gradients_of(linear_cross_entropy, E, C, b, x, backend=backend):
+            base.require(not value.any(), f"{backend}: {value.flatten()[0].item()} instead of 0")
+
+
+def check_autograd_modes(device="cpu"):
+    """Frozen E or C gets no gradient and changes none; a second backward gives the same bits; no_grad; autocast."""
+    E, C, b, x = base.random_problem(40, 97, 16, torch.float32, device)
+    for backend in backends(device):
+        loss, dE, dC, db = gradients_of(linear_cross_entropy, E, C, b, x, backend=backend)
+        for frozen in (0, 1):
+            leaves = [E.detach() if frozen == 0 else E, C.detach() if frozen == 1 else C]
+            other = linear_cross_entropy(*leaves, x, b, backend=backend)
+            got = torch.autograd.grad(other, leaves[1 - frozen], retain_graph=True)[0]
+            again = torch.autograd.grad(other, leaves[1 - frozen])[0]
+            base.require(torch.equal(got, (dE, dC)[1 - frozen]), f"{backend}: a frozen partner changes the gradient")
+            base.require(torch.equal(got, again), f"{backend}: the second backward differs from the first")
+        with torch.no_grad():
+            value = linear_cross_entropy(E, C, x, b, backend=backend)
+        base.require(not value.requires_grad and torch.equal(value, loss), f"{backend}: no_grad changes the loss")
+        with torch.autocast(torch.device(device).type, torch.bfloat16):
+            mixed = linear_cross_entropy(E, C, x, b, backend=backend)
+        got = torch.autograd.grad(mixed, (E, C))
+        want = gradients_of(linear_cross_entropy, *(t.detach().bfloat16().requires_grad_() for t in (E, C)), b, x,
+                            backend=backend)
+        base.require(torch.equal(mixed, want[0]), f"{backend}: autocast is not the same as casting E and C")
+        for g, w in zip(got, want[1:], strict=False):
+            base.require(g.dtype == torch.float32 and torch.equal(g, w.float()), f"{backend}: autocast: gradients")
+
+
+def check_deterministic(device="cpu"):
+    """Two runs, the same bits: loss and gradients, also in v2."""
+    for backend in backends(device):
+        N, V = (64, 700) if backend == "triton" and INTERPRETED else (256, 16384)  # several slices, or several tiles
+        E, C, b, x = base.random_problem(N, V, 16, torch.float32, device)
+        first, second = (gradients_of(linear_cross_entropy, E, C, b, x, backend=backend) for _ in range(2))
+        same = all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+        base.require(same, f"{backend}: two runs on the same input differ")
+
+
+def check_building_blocks(device="cpu"):
+    """A vocabulary cut unevenly in three, as over three ranks: lse, target logit and gradients add up to the whole."""
+    E, C, b, x = (t.detach() for t in base.random_problem(50, 143, 24, torch.float32, device))
+    x = x.clamp(min=0)
+    grad, grad_lse = torch.rand(2, 50, device=device)
+    for backend in backends(device):
+        options = dict(backend=backend, softcap=3.0)
+        whole_lse, whole_target = lse_and_target(E, C, x, bias=b, **options)
+        cuts = [(0, 17), (17, 100), (100, 143)]
+        parts = [lse_and_target(E, C[i:j], x, i, bias=b[i:j], **options) for i, j in cuts]
+        torch.testing.assert_close(merge(torch.stack([lse for lse, _ in parts])), whole_lse)
+        torch.testing.assert_close(sum(target for _, target in parts), whole_target)
+        chunk = functools.partial(gradient_chunk, grad=grad, grad_lse=grad_lse, **options)
+        dE, dC = chunk(E, C, x, whole_lse, 0, bias=b)
+        parts = [chunk(E, C[i:j], x, whole_lse, i, bias=b[i:j]) for i, j in cuts]
+        torch.testing.assert_close(sum(e for e, _ in parts), dE, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(torch.cat([c for _, c in parts]), dC, rtol=1e-4, atol=1e-5)
+
+
+def check_memory(device="cpu"):
+    """No (N, V) buffer: loss and gradients stay far below one fp32 copy of the logits."""
+    # On a GPU backward works in WORKSPACE, so the logits have to be larger than that to be missed.
+    N, V = (512, 32768) if torch.device(device).type == "cpu" else (4096, 131072)
+    E, C, _, x = base.random_problem(N, V, 16, torch.float32, device, bias=False)
+
+    def step():
+        E.grad = C.grad = None
+        linear_cross_entropy(E, C, x).backward()
+
+    logits = 4 * N * V
+    for part, fn in (("loss", lambda: linear_cross_entropy(E, C, x)), ("loss and gradients", step)):
+        peak = base.peak_bytes(fn, device)
+        base.require(peak < logits / 2, f"{part}: {peak / MIB:.1f} MiB at the peak, logits are {logits / MIB:.0f} MiB")
+
+
+def check_bad_input(device="cpu"):
+    """Each wrong argument: ValueError whose one line names it. On CUDA a wrong target gives NaN, not a wild read."""
+    E, C, b, x = base.random_problem(6, 10, 4, torch.float32, device)
+    wide, far = torch.randn(10, 5, device=device), torch.tensor([0, 1, 2, 3, 4, 10], device=device)
+    cases = {
+        "its last dimension must be D": (E, wide, x, {}),
+        "targets": (E, C, x[:5], {}), "bias": (E, C, x, dict(bias=b[:3])),
+        "reduction": (E, C, x, dict(reduction="max")), "backend": (E, C, x, dict(backend="cuda")),
+        "shift": (E, C, x, dict(shift=-1)), "softcap": (E, C, x, dict(softcap=0.0)),
+        "bfloat16": (E, C.bfloat16(), x, {}), "targets holds 10": (E, C, far, dict(check_targets=True)),
+    }
+    if "triton" not in backends(device):
+        cases["'triton'"] = (E, C, x, dict(backend="triton"))
+    for word, (e, c, t, options) in cases.items():
+        try:
+            linear_cross_entropy(e, c, t, **options)
+        except ValueError as problem:
+            message = str(problem)
+        else:
+            message = "no error"
+        base.require(word in message and "\n" not in message, f"wrong {word}: {message}")
+    if torch.device(device).type == "cuda":
+        losses = linear_cross_entropy(E, C, far, reduction="none")
+        base.require(losses.isnan().tolist() == [False] * 5 + [True], f"targets past the end: losses {losses.tolist()}")
+
+
+def check_large_offsets(device="cuda"):
+    """V D > 2^31 elements: the last classes are read and their gradients written where they belong (GPU only)."""
+    N, V, D = 128, 540_000, 4096
+    E = torch.randn(N, D, device=device, dtype=torch.bfloat16, requires_grad=True)
+    C = torch.randn(V, D, device=device, dtype=torch.bfloat16).div_(D**0.5).requires_grad_()
+    x = torch.arange(V - N, V, device=device)
+    loss = linear_cross_entropy(E, C, x)
+    dE, dC = torch.autograd.grad(loss, (E, C))
+    want = sum(F.cross_entropy(E[i : i + 16].float() @ C.float().T, x[i : i + 16], reduction="sum") for i in (0, 16))
+    got = linear_cross_entropy(E[:32], C, x[:32], reduction="sum")
+    base.require(error(got, want) < 1e-3, f"loss of the last classes is off by {error(got, want):.1e}")
+    with torch.no_grad():
+        p = torch.softmax(E.float() @ C.float().T, 1)[:, -N:] - torch.eye(N, device=device)  # (N, N) last classes
+        want = p.T @ E.float() / N
+    base.require(error(dC[-N:], want) < 1e-2, f"dC of the last classes is off by {error(dC[-N:], want):.1e}")
+
+
+# The bugs of --break, each once shipped by somebody.
+
+
+@triton.jit
+def _no_max(top, total, logits):
+    return tl.zeros_like(top), total + tl.sum(tl.exp(logits), 1)
+
+
+@triton.jit
+def _no_tail_mask(logits, cols, V):
+    return logits
+
+
+@triton.jit
+def _no_onehot(logits, lse, x, cols, V, g_softmax, g_target, softcap, HAS_SOFTCAP: tl.constexpr):
+    return tl.where((cols < V)[None, :], tl.exp(logits - lse[:, None]) * g_softmax[:, None], 0.0)
+
+
+@triton.jit
+def _bias_per_block(
+    E, C, bias, rows, cols, N, V, D, stride_e, stride_c, softcap,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
+):
+    acc = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
+    for start in range(0, D, BLOCK_D):
+        depth = start + tl.arange(0, BLOCK_D)
+        e, c = load_tile(E, rows, depth, N, D, stride_e), load_tile(C, cols, depth, V, D, stride_c)
+        acc = dot(e, tl.trans(c), acc)
+        if HAS_BIAS:  # inside the loop: once per slab of D (apple/ml-cross-entropy issue 52)
+            acc += tl.load(bias + cols, mask=cols < V, other=0.0).to(tl.float32)[None, :]
+    return mask_tail(acc, cols, V)
+
+
+def _shuffled_slices(V, width):
+    slices = [(start, min(start + width, V)) for start in range(0, V, width)]
+    return [slices[i] for i in torch.randperm(len(slices)).tolist()]
+
+
+BREAKS = {
+    "zero-max": (check_extreme_logits, "merge", lambda partial: partial.exp().sum(0).log()),
+    "uniform-gradient": (check_reductions, "row_gradients", lambda g, h: ((g + h)[:1].expand_as(g).contiguous(),
+                                                                          g[:1].expand_as(g).contiguous())),
+    "unordered-sums": (check_deterministic, "vocabulary_slices", _shuffled_slices),
+    "keep-logits": (check_memory, "vocabulary_slices", lambda V, width: [(0, V)]),
+    "lost-slice": (check_building_blocks, "merge", lambda partial: partial.amax(0)),
+}
+if HAS_TRITON:
+    BREAKS |= {
+        "no-max": (check_extreme_logits, "online_step", _no_max),
+        "no-tail-mask": (check_equal, "mask_tail", _no_tail_mask),
+        "no-onehot": (check_equal, "tile_gradient", _no_onehot),
+        "bias-per-block": (check_equal, "tile_logits", _bias_per_block),
+    }
+
+
+# ======================================================================================================================
+# 7. Measurements
+# ======================================================================================================================
+
+
+def trained_problem(N, V, D, dtype, device, seed=0):
+    """Data whose softmax is as sparse as a trained model's (random data is flat): a Zipf law over a shuffled vocabulary
+    in one column of C, context noise, and each token pulled by a varying amount towards its target's row of C."""
+    generator = torch.Generator(device).manual_seed(seed)
+    options = dict(device=device, generator=generator)
+    frequency = 1 / (torch.arange(V, device=device) + 2.7) ** 1.07
+    token = torch.randperm(V, **options)
+    C = torch.randn(V, D, **options) / math.sqrt(D)
+    C[token, 0] = (frequency / frequency.sum()).log() / 8
+    x = token[torch.multinomial(frequency, N, replacement=True, generator=generator)]  # (N,)
+    E = 2 * torch.randn(N, D, **options) + 7 * torch.rand(N, 1, **options) * F.normalize(C[x])
+    E[:, 0] = 8
+    return E.to(dtype).requires_grad_(), C.to(dtype).requires_grad_(), x
+
+
+def measure(device, ledger, N, V, D):
+    """Every rung beside its peers on one problem: forward, forward and backward, peak bytes, errors against fp32."""
+    cuda = device.type == "cuda"
+    dtype = torch.bfloat16 if cuda else torch.float32
+    E, C, x = trained_problem(N, V, D, dtype, device)
+    # v1 in fp32 (checked against the fp64 reference above) is the yardstick: it fits where fp32 logits do not.
+    want = gradients_of(linear_cross_entropy, *(t.detach().float().requires_grad_() for t in (E, C)), None, x,
+                        backend="torch")
+    rungs = {
+        "materialised (01)": base.materialised_loss,
+        "torch.compile": torch.compile(base.materialised_loss) if cuda else None,
+        "chunked over tokens (01)": functools.partial(base.chunked_linear_cross_entropy, chunk=max(1, N // 8)),
+        "v1 blocked PyTorch": functools.partial(linear_cross_entropy, backend="torch"),
+        "v2 Triton, tile by tile": None,
+        "v3 Triton, one operation": functools.partial(linear_cross_entropy, backend="triton") if cuda else None,
+    }
+    print(f"N = {N}, V = {V}, D = {D}, {dtype}; gradients alone: {dtype.itemsize * (N + V) * D / MIB:.0f} MiB")
+    print(f"{'':<26}{'loss ms':>9} {'MiB':>8} |{'loss+grad ms':>13} {'MiB':>8} {'beyond dE, dC':>14} | error of dE, dC")
+    peaks = {}
+    for name, loss in rungs.items():
+
+        def forward(loss=loss):
+            with torch.no_grad():
+                return loss(E, C, x)
+
+        def both(loss=loss):
+            E.grad = C.grad = None
+            loss(E, C, x).backward()
+
+        if name.startswith("v2") and cuda:
+            both = functools.partial(tiled_loss_and_gradients, E.detach(), C.detach(), x)
+            dE, dC = both()[1:]
+        elif loss is None:
+            print(f"{name:<26}  needs a GPU")
+            continue
+        else:
+            both()
+            dE, dC = E.grad, C.grad
+        errors = error(dE, want[1]), error(dC, want[2])
+        del dE, dC
+        E.grad = C.grad = None
+        row = f"{name:<26}"
+        if loss is None:
+            row += f"{'':>9} {'':>8} |"
+        else:
+            peaks[name, "loss"] = base.peak_bytes(forward, device)
+            row += f"{base.bench(forward, device, runs=5).median:9.2f} {peaks[name, 'loss'] / MIB:8.1f} |"
+        time = base.bench(both, device, runs=5).median
+        E.grad = C.grad = None
+        peaks[name, "both"] = base.peak_bytes(both, device)
+        beyond = peaks[name, "both"] - dtype.itemsize * (N + V) * D
+        row += f"{time:13.2f} {peaks[name, 'both'] / MIB:8.0f} {beyond / MIB:14.1f}"
+        print(f"{row} | {errors[0]:.1e}, {errors[1]:.1e}")
+    E.grad = C.grad = None
+    print()
+    mib = lambda size: size and size / MIB  # noqa: E731
+    both, loss = (peaks.get(("v3 Triton, one operation", part)) for part in ("both", "loss"))
+    results = 2 * (N + V) * D  # dE and dC in bf16
+    naive = peaks["materialised (01)", "both"]
+    ledger.row("materialised: peak", "12 N V", mib(base.materialised_bytes(N, V)), mib(naive))
+    ledger.row("v3, loss: peak", "4 N V / SPLIT + 16 N", mib(forward_bytes(N, V)), mib(loss), band=(0.5, 1.5))
+    beyond = backward_bytes(N, V, D, "cuda", 2) - results
+    ledger.row("v3, beyond dE and dC: peak", "dE in fp32 + G of a slice", mib(beyond), mib(both and both - results),
+               band=(0.9, 1.1))
+    ledger.row("v1 against logits: peak", "less than N V", mib(4 * N * V), mib(peaks["v1 blocked PyTorch", "both"]),
+               band=(0, 0.9))
+    if cuda:
+        one_pass = base.bench(lambda: torch.mm(E.detach(), C.detach()[: min(V, 65536)].T), device).median
+        one_pass *= V / min(V, 65536)
+        print(f"one matrix pass of 2 N V D FLOP in cuBLAS: {one_pass:.2f} ms; v3 needs {passes('v3')} passes")
+
+
+def body(device, ledger, args):
+    for seed, (N, V, D) in enumerate([(70, 203, 72), (64, 256, 64), (33, 65, 130)]):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            check_equal(N, V, D, dtype, device, seed)
+        check_equal(N, V, D, torch.float32, device, seed, softcap=2.0)
+        check_ladder(N, V, D, torch.float32, device, seed)
+    checks = [check_reductions, check_returned_lse, check_extreme_logits, check_switched_off_classes, check_all_ignored,
+              check_autograd_modes, check_deterministic, check_building_blocks, check_memory, check_bad_input]
+    checks += [check_large_offsets] if device.type == "cuda" else []
+    for check in checks:
+        check(device)
+    print(f"checks on backends {', '.join(backends(device))}: equal to the reference in fp32, bf16, fp16; ladder; "
+          + ", ".join(check.__name__[6:] for check in checks) + ": passed\n")
+    measure(device, ledger, *(args.shape or ((8192, 256000, 2304) if device.type == "cuda" else (1024, 8192, 64))))
+
+
+def add_arguments(parser):
+    parser.add_argument("--shape", nargs=3, type=int, metavar=("N", "V", "D"), help="shape of the measured problem")
+
+
+if __name__ == "__main__":
+    sys.exit(base.run_stage(__file__, __doc__, globals(), body, "python train.py", add_arguments))
+
+
+# Exercises
+#   1. linear_lse_kernel has N / BLOCK_N programs. For N = 8192, how many of an H200's 132 multiprocessors work? Time it
+#      beside split_lse_kernel while you vary SPLIT; where is the best SPLIT, and why is it not the smallest?
+#   2. v3 makes four passes because it forgets the logits. Chunk over tokens instead (01) and count passes and bytes.
+#      Which of the two would you choose for N = 65,536 and V = 50,257? For N = 2048 and V = 256,000?
+#   3. Derive the gradient of a z-loss, c * lse^2, and check that nothing in this file has to change for it.

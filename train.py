@@ -1,0 +1,808 @@
+"""train.py - train a small GPT on real text, without a logits tensor, on any machine.
+
+    python train.py                              a byte-level GPT in a minute or two on a CPU; GPT-2 small on a GPU
+    python train.py --gpus 2                     two GPUs of this machine;   --device cpu --gpus 2: two CPU processes
+    torchrun --nproc-per-node 8 train.py         the same under torchrun, also over several machines
+    python train.py --resume                     go on after Ctrl-C, SIGTERM or a power cut, bit for bit
+    python train.py --steps 0 --resume --sample "def "                         only generate
+    python train.py --data "data/*.bin" --val val.bin --vocab 50304            your own tokens
+
+What it shows
+    The model ends in embeddings E (N, D). Its loss goes through 02's cut cross-entropy, so the (N, V) logits of the
+    last layer never exist: doubling the vocabulary costs parameters, not activations. --loss reference switches to the
+    materialised loss for comparison.
+
+What stays the same whatever the number of processes
+    --batch counts the sequences of one optimizer step over ALL processes and micro-batches. Sequence i of step s is
+    number s * batch + i of a shuffled order that depends on --seed alone, so --gpus and --accum only cut the same step
+    into parts: the losses agree to rounding, and the position in the data is the step number.
+
+Defaults come from --preset, and that from the device. Everything a run needs is in its checkpoints, which restore the
+flags they were made with; a flag given beside --resume wins.
+"""
+
+import argparse
+import dataclasses
+import glob
+import hashlib
+import importlib
+import io
+import json
+import math
+import os
+import shlex
+import signal
+import sys
+import time
+import zlib
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+base = importlib.import_module("01_logits_memory")
+cce = importlib.import_module("02_cce_kernel")
+MIB = base.MIB
+
+# batch None: the largest power of two, up to 64 sequences a process, whose predicted memory fits what is free.
+PRESETS = {
+    "cpu": dict(layers=4, dim=128, heads=4, seq=128, batch=16, steps=500, lr=3e-3, tokens="bytes"),
+    "gpt2-small": dict(layers=12, dim=768, heads=12, seq=1024, batch=None, steps=300, lr=1e-3, tokens="bigrams"),
+    "gpt2-medium": dict(layers=24, dim=1024, heads=16, seq=1024, batch=None, steps=300, lr=6e-4, tokens="bigrams"),
+}
+MODEL_FLAGS = ("layers", "dim", "heads", "seq", "vocab", "tokens")  # a checkpoint fits only a model with the same
+BETAS, WEIGHT_DECAY, MIN_LR = (0.9, 0.95), 0.1, 0.1  # AdamW; the cosine ends at a tenth of the peak rate
+KEEP = 2  # checkpoints on disk: if the newest is damaged, the one before it is tried
+
+
+# ======================================================================================================================
+# 1. Data: shards of tokens, read by memory map; a batch is a function of the step
+# ======================================================================================================================
+
+SHARD_FORMATS = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}  # (magic, version) of llm.c's files
+HEADER_BYTES = 256 * 4
+
+
+def open_shard(path, tokens):
+    """A file as a read-only array of tokens. .txt: bytes or bigrams; .bin: llm.c's header, or raw uint16 (nanoGPT)."""
+    size = os.path.getsize(path)
+    if Path(path).suffix == ".txt":
+        dtype, offset, count = np.dtype("u1" if tokens == "bytes" else "<u2"), 0, None
+    elif Path(path).suffix == ".bin":
+        header = np.fromfile(path, "<i4", min(256, size // 4))
+        # A header is 256 numbers, most of them 0; 1 KiB of nanoGPT's tokens is not.
+        if len(header) == 256 and not header[3:].any() and header[0] > 0:
+            magic, version, count = (int(x) for x in header[:3])
+            if (magic, version) not in SHARD_FORMATS:
+                known = " or ".join(f"{m} version {v}" for m, v in SHARD_FORMATS)
+                raise ValueError(f"{path}: magic {magic} version {version} is unknown: use {known}, or raw uint16")
+            dtype, offset = SHARD_FORMATS[magic, version], HEADER_BYTES
+        else:
+            dtype, offset, count = np.dtype("<u2"), 0, None
+            if size % 2:
+                raise ValueError(f"{path}: {size} bytes are no whole number of uint16 tokens: the file is truncated")
+    else:
+        raise ValueError(f"{path}: unknown kind of file: use .txt, or .bin with uint16 tokens or llm.c's header")
+    present = (size - offset) // dtype.itemsize
+    if count is not None and present < count:
+        raise ValueError(f"{path}: its header promises {count} tokens, the file holds {present}: it is truncated")
+    count = present if count is None else count
+    return np.memmap(path, dtype, "r", offset, (count,)) if count else np.zeros(0, dtype)
+
+
+def check_vocabulary(tokens, vocab, name):
+    """ValueError when one of these tokens is no class."""
+    if len(tokens) and int(tokens.max()) >= vocab:
+        top = int(tokens.max())
+        raise ValueError(f"{name}: token {top} is outside the vocabulary of {vocab}: pass --vocab {top + 1} or more")
+
+
+class Tokens:
+    """Windows of seq + 1 tokens over a list of arrays; each lies in one shard. Few bytes, whatever the data's size."""
+
+    def __init__(self, names, shards, seq, vocab):
+        self.names, self.shards, self.seq, self.vocab = names, shards, seq, vocab
+        self.ends = np.cumsum([max(0, (len(s) - 1) // seq) for s in shards])  # windows up to and with each shard
+        self.order = (None, None)  # (epoch, permutation) in use
+
+    def __len__(self):
+        return int(self.ends[-1])
+
+    def windows(self, indices):
+        """Inputs and targets (n, seq) int64 of these windows; ValueError on a token that the vocabulary lacks."""
+        rows = []
+        for i in indices:
+            shard = int(np.searchsorted(self.ends, i, side="right"))
+            start = (int(i) - (int(self.ends[shard - 1]) if shard else 0)) * self.seq
+            row = self.shards[shard][start : start + self.seq + 1].astype(np.int64)
+            check_vocabulary(row, self.vocab, self.names[shard])
+            rows.append(row)
+        block = torch.from_numpy(np.stack(rows))  # (n, seq + 1)
+        return block[:, :-1], block[:, 1:]
+
+    def shuffled(self, start, count, seed):
+        """Window numbers of sequences start ... start + count - 1 of an endless run of epochs, each shuffled anew."""
+        result = []
+        for i in range(start, start + count):
+            epoch = i // len(self)
+            if self.order[0] != epoch:
+                self.order = epoch, np.random.default_rng([seed, epoch]).permutation(len(self))
+            result.append(self.order[1][i % len(self)])
+        return result
+
+
+@dataclasses.dataclass
+class Data:
+    train: Tokens
+    val: Tokens
+    bytes_per_token: int | None  # None: unknown, so no bits per byte
+    origin: str
+    digest: str  # of the data; a checkpoint remembers it
+
+
+def expand(pattern):
+    """Files that a path or a glob names, sorted."""
+    files = sorted(glob.glob(pattern)) if glob.has_magic(pattern) else [pattern] * os.path.isfile(pattern)
+    if not files:
+        raise ValueError(f"{pattern}: no such file: check the path (quote a glob: --data 'dir/*.bin')")
+    return files
+
+
+def fingerprint(arrays):
+    """Sixteen hex digits over each array's length and up to 1 MiB from its start, middle and end: enough to notice
+    other data, little enough for a terabyte of shards."""
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(f"{len(array)} {array.dtype}".encode())
+        step = MIB // array.dtype.itemsize
+        for start in {0, max(0, len(array) // 2 - step // 2), max(0, len(array) - step)}:
+            digest.update(array[start : start + step].tobytes())
+    return digest.hexdigest()[:16]
+
+
+def load_data(args, packages):
+    """Training and validation windows by the flags. Without --val, the last 1 % of the windows are held out."""
+    if args.data is None:
+        text = base.corpus(args.tokens, packages)
+        names, shards, val_names, val_shards = ["corpus"], [text.train], ["corpus"], [text.val]
+        bytes_per_token, origin = text.bytes_per_token, text.origin
+    else:
+        names = expand(args.data)
+        shards = [open_shard(name, args.tokens) for name in names]
+        bytes_per_token = {"bytes": 1, "bigrams": 2}[args.tokens] if names[0].endswith(".txt") else None
+        origin = f"{len(names)} file(s) of {args.data}"
+        if args.val is not None:
+            val_names = expand(args.val)
+            val_shards = [open_shard(name, args.tokens) for name in val_names]
+        else:  # the tail of the last shard, whole windows
+            last = shards[-1]
+            held = min(sum(map(len, shards)) // 100, len(last) // 2)
+            held = max(1, held // args.seq) * args.seq + 1
+            val_names, val_shards = names[-1:], [last[-held:]]
+            shards[-1] = last[:-held]
+    for what, group in (("training", shards), ("validation", val_shards)):
+        if max(map(len, group)) <= args.seq:
+            raise ValueError(
+                f"{origin}: the {what} part has at most {max(map(len, group))} tokens in a file, one sequence needs "
+                f"{args.seq + 1}: pass more data or a smaller --seq"
+            )
+    for name, shard in zip(names + val_names, shards + val_shards, strict=True):
+        if shard.nbytes <= 256 * MIB:  # a look at every token of larger shards would take longer than it is worth here
+            check_vocabulary(shard, args.vocab, name)
+    train, val = Tokens(names, shards, args.seq, args.vocab), Tokens(val_names, val_shards, args.seq, args.vocab)
+    return Data(train, val, bytes_per_token, origin, fingerprint(shards + val_shards))
+
+
+def default_vocab(args):
+    """Classes of the data: 256 bytes, 65,536 bigrams, or the padded vocabularies that go with the .bin formats."""
+    if args.data is None or args.data.endswith(".txt"):
+        return {"bytes": 256, "bigrams": 65536}[args.tokens]
+    return 50304 if open_shard(expand(args.data)[0], args.tokens).dtype.itemsize == 2 else 128256
+
+
+def encode(text, tokens):
+    """str -> list of tokens. An odd number of bytes gets a newline in front, to make whole bigrams."""
+    raw = text.encode()
+    if tokens == "bigrams":
+        return np.frombuffer(b"\n" * (len(raw) % 2) + raw, "<u2").tolist()
+    return list(raw)
+
+
+def decode(ids, tokens):
+    """list of tokens -> str, undecodable bytes replaced."""
+    return np.array(ids, "u1" if tokens == "bytes" else "<u2").tobytes().decode(errors="replace")
+
+
+# ======================================================================================================================
+# 2. The step: loss, gradient, update
+# ======================================================================================================================
+
+
+class World:
+    """This process's place among all of them. One process is a world of its own, without torch.distributed."""
+
+    def __init__(self):
+        joined = dist.is_available() and dist.is_initialized()
+        self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if joined else (0, 1)
+        self.main = self.rank == 0
+
+    def sum(self, *tensors):
+        """All-reduce in place; the calls overlap, one wait at the end."""
+        if self.size > 1:
+            for work in [dist.all_reduce(t, async_op=True) for t in tensors]:
+                work.wait()
+
+    def barrier(self):
+        if self.size > 1:
+            dist.barrier()
+
+
+LOSSES = {"cce": cce.linear_cross_entropy, "reference": base.linear_cross_entropy_reference}
+
+
+def loss_sum(model, x, y, args):
+    """Summed loss of the tokens y (B, T), predicted from x (B, T)."""
+    with torch.autocast(x.device.type, torch.bfloat16, enabled=args.dtype == "bf16"):
+        E = model(x)  # (B, T, D)
+        return LOSSES[args.loss](E, model.classifier, y, reduction="sum")
+
+
+def share(count, world, accum, micro):
+    """Which of a step's `count` sequences this process takes in micro-batch `micro`."""
+    size = count // (world.size * accum)
+    start = (world.rank * accum + micro) * size
+    return range(start, start + size)
+
+
+def micro_batch(data, step, micro, world, args, device):
+    """Inputs and targets (B, T) of one micro-batch of this process, on the device."""
+    order = data.train.shuffled(step * args.batch, args.batch, args.seed)
+    x, y = data.train.windows([order[i] for i in share(args.batch, world, args.accum, micro)])
+    if device.type == "cuda":
+        x, y = x.pin_memory(), y.pin_memory()
+    return x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+
+
+def accumulate_gradients(model, data, step, world, args, device):
+    """Fill .grad with the gradient of the mean loss over the step's tokens, summed over micro-batches and processes.
+
+    Each part divides its SUM by the tokens of the whole step, so parts add up whatever their size. Returns the part of
+    the mean loss that this process saw."""
+    total = torch.zeros((), device=device)
+    for micro in range(args.accum):
+        loss = loss_sum(model, *micro_batch(data, step, micro, world, args, device), args) / (args.batch * args.seq)
+        loss.backward()
+        total += loss.detach()
+    all_reduce_gradients(model, world)
+    return total
+
+
+def all_reduce_gradients(model, world):
+    """Data parallelism: every process gets the sum of all gradients, hence makes the same update."""
+    world.sum(*(p.grad for p in model.parameters()))
+
+
+def make_optimizer(model, args):
+    """AdamW; weight decay on matrices only. fused: one kernel, no temporaries."""
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    others = [p for p in model.parameters() if p.dim() < 2]
+    groups = [dict(params=matrices, weight_decay=WEIGHT_DECAY), dict(params=others, weight_decay=0.0)]
+    return torch.optim.AdamW(groups, lr=args.lr, betas=BETAS, fused=True)
+
+
+def learning_rate(step, args):
+    """Linear warm-up over the first tenth (at most 100 steps), then a cosine down to MIN_LR of the peak."""
+    warmup = max(1, min(100, args.steps // 10))
+    if step < warmup:
+        return args.lr * (step + 1) / warmup
+    progress = (step - warmup) / max(1, args.steps - warmup)
+    return args.lr * (MIN_LR + (1 - MIN_LR) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
+
+
+@torch.no_grad()
+def validate(model, data, world, args, device):
+    """Mean loss over a fixed set: the first windows of the validation part, up to 65,536 tokens (1 Mi on a GPU)."""
+    count = min(len(data.val), max(1, (1 << 20 if device.type == "cuda" else 1 << 16) // args.seq))
+    size = max(1, args.batch // (world.size * args.accum))
+    mine = range(count)[world.rank :: world.size]
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for start in range(0, len(mine), size):
+        x, y = data.val.windows(mine[start : start + size])
+        total += loss_sum(model, x.to(device), y.to(device), args)
+    world.sum(total)
+    return total.item() / (count * args.seq)
+
+
+@torch.no_grad()
+def generate(model, prompt, args, device):
+    """Append --sample-tokens sampled tokens to the prompt. Sampling needs ONE row of logits, so here they are made."""
+    ids = list(prompt)
+    generator = torch.Generator().manual_seed(args.seed)
+    for _ in range(args.sample_tokens):
+        x = torch.tensor([ids[-model.config.seq :]], device=device)  # (1, T)
+        with torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bf16"):
+            logits = (model(x)[0, -1] @ model.classifier.T).float().cpu()  # (V,)
+        best, index = (logits / max(args.temperature, 1e-6)).topk(min(args.top_k, len(logits)))
+        ids.append(index[torch.multinomial(best.softmax(0), 1, generator=generator)].item())
+    return ids
+
+
+# ======================================================================================================================
+# 3. Memory, before it is used
+# ======================================================================================================================
+
+
+def predict_memory(config, batch, accum, args, device):
+    """Bytes by category for one process that puts `batch` sequences through the model at a time, and their peak."""
+    N, V, D = batch * config.seq, config.vocab, config.dim
+    cuda, autocast = device.type == "cuda", args.dtype == "bf16"
+    P = 4 * config.parameters()
+    if args.loss == "cce":
+        itemsize = 2 if autocast else 4
+        loss = cce.backward_bytes(N, V, D, device, itemsize) if cuda else 4 * (V + 2 * N) * D + 8 * cce.CPU_BLOCK
+        loss += itemsize * (N + V) * D if autocast else 0  # E and C in bf16
+    else:
+        loss = base.reference_bytes(N, V, D, 4)
+    parts = dict(parameters=P, gradients=P, optimizer=2 * P)
+    parts |= dict(activations=base.activation_bytes(config, N, autocast, fused_norm=cuda), loss=loss)
+    # The peak is either in the loss's backward, where activations are complete and gradients (unless micro-batches
+    # before it left theirs) are not there yet, or at the end of backward, with all gradients and no activations.
+    early = parts["activations"] + loss + (P if accum > 1 else 0)
+    return parts, 3 * P + max(early, P)
+
+
+def fitting_batch(config, world, args, device):
+    """The default of --batch on a GPU: as many sequences as fit, a power of two, at most 64 a process."""
+    free = torch.cuda.mem_get_info(device)[0]
+    per_process = 64
+    while per_process > 1 and predict_memory(config, per_process, 1, args, device)[1] > 0.85 * free:
+        per_process //= 2
+    return per_process * world.size * args.accum
+
+
+def used_peak_mib(device):
+    """Peak MiB: of the allocator on a GPU, of the whole process elsewhere; None where the system does not tell."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated() / MIB
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / MIB if sys.platform == "darwin" else peak / 1024  # macOS counts bytes, Linux KiB
+
+
+# ======================================================================================================================
+# 4. Checkpoints: whole or absent
+# ======================================================================================================================
+
+
+def checkpoint_files(out):
+    """JSON files of DIR's checkpoints, newest first. The JSON is written last: without it there is no checkpoint."""
+    return sorted(Path(out).glob("step_*.json"), reverse=True)
+
+
+def save_checkpoint(out, step, model, optimizer, args, data):
+    """step_N.pt: tensors (model, optimizer, generators). step_N.json: flags, step, data, checksum of the .pt."""
+    Path(out).mkdir(parents=True, exist_ok=True)
+    name = Path(out) / f"step_{step:08d}"
+    generators = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        generators["cuda"] = torch.cuda.get_rng_state()
+    buffer = io.BytesIO()
+    state = dict(model=model.state_dict(), optimizer=optimizer.state_dict()["state"], generators=generators)
+    torch.save(state, buffer)
+    base.replace_atomically(name.with_suffix(".pt"), buffer.getbuffer())
+    saved = {k: v for k, v in vars(args).items() if k not in NOT_SAVED}
+    record = dict(step=step, flags=saved, data=data.digest, crc32=zlib.crc32(buffer.getbuffer()))
+    base.replace_atomically(name.with_suffix(".json"), json.dumps(record, indent=1).encode())
+    for old in checkpoint_files(out)[KEEP:]:
+        old.unlink()
+        old.with_suffix(".pt").unlink(missing_ok=True)
+    return name.with_suffix(".pt")
+
+
+def find_checkpoint(out):
+    """(record, path of the tensors) of the newest checkpoint in DIR that is whole; a line for each damaged one."""
+    files = checkpoint_files(out)
+    if not files:
+        raise ValueError(f"{out}: no checkpoint to resume from: drop --resume, or name its directory with --out")
+    for file in files:
+        path = file.with_suffix(".pt")
+        try:
+            record = json.loads(file.read_text())
+            if zlib.crc32(path.read_bytes()) == record["crc32"]:
+                return record, path
+            problem = "its checksum differs"
+        except (ValueError, KeyError, TypeError, OSError) as error:
+            problem = error
+        print(f"{path}: damaged ({problem}): trying the one before it", file=sys.stderr)
+    raise ValueError(f"{out}: no checkpoint is whole: start anew with another --out")
+
+
+def restore(path, model, optimizer):
+    """Load what save_checkpoint stored. The optimizer's state follows the order of its parameters."""
+    tensors = torch.load(path, weights_only=True, map_location="cpu")
+    model.load_state_dict(tensors["model"])
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict(dict(state=tensors["optimizer"], param_groups=groups))
+    torch.set_rng_state(tensors["generators"]["cpu"])
+    if "cuda" in tensors["generators"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state(tensors["generators"]["cuda"])
+
+
+def set_aside(out):
+    """A fresh run into a directory that holds checkpoints moves them away first: nothing is lost."""
+    if checkpoint_files(out):
+        number = next(i for i in range(1, 10**6) if not Path(f"{out}.{i}").exists())
+        Path(out).rename(f"{out}.{number}")
+        size = sum(f.stat().st_size for f in Path(f"{out}.{number}").iterdir()) / MIB
+        print(f"kept the earlier run of {out} as {out}.{number} ({size:.0f} MiB; delete it when you do not need it)")
+
+
+# ======================================================================================================================
+# 5. The run
+# ======================================================================================================================
+
+
+class StopSignal:
+    """Inside the block, Ctrl-C or SIGTERM asks for an end after the current step; a second Ctrl-C ends at once."""
+
+    def __enter__(self):
+        self.number = 0
+        self.previous = {number: signal.signal(number, self.receive) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *error):
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
+
+    def receive(self, number, frame):
+        if self.number == signal.SIGINT and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.number = self.number or number
+
+
+class Log:
+    """Step lines: one that is rewritten on a terminal, one per --log-every elsewhere; rows of --log as JSON lines."""
+
+    def __init__(self, args, main, start):
+        self.every, self.terminal = args.log_every, sys.stdout.isatty()
+        self.main, self.file, self.open_line = main, None, False
+        if main and args.log:
+            path = Path(args.log)
+            kept = []  # a resumed run repeats the steps after its checkpoint: their old rows go
+            if args.resume and path.exists():
+                kept = [row for row in path.read_text().splitlines(True) if json.loads(row)["step"] <= start]
+            path.parent.mkdir(parents=True, exist_ok=True)
+            base.replace_atomically(path, "".join(kept).encode())
+            self.file = path.open("a")
+
+    def row(self, **values):
+        if self.file:
+            self.file.write(json.dumps({k: v for k, v in values.items() if v is not None}) + "\n")
+            self.file.flush()
+
+    def line(self, text, step, final=False):
+        if self.main and self.terminal:
+            print("\r" + text.ljust(self.open_line or 0), end="", flush=True)
+            self.open_line = len(text)
+        elif self.main and (step % self.every == 0 or final):
+            print(text, flush=True)
+
+    def say(self, text):
+        """A line of its own, by one process."""
+        if self.main:
+            print(("\n" if self.open_line else "") + text, flush=True)
+            self.open_line = False
+
+
+def describe_run(config, data, world, args, device, start):
+    """What a reader wants to know before step 0, from formulas alone."""
+    micro = args.batch // (world.size * args.accum)
+    tokens = args.batch * args.seq
+    epochs = (args.steps - start) * args.batch / len(data.train)
+    size, held = (sum(s.nbytes for s in part.shards) / MIB for part in (data.train, data.val))
+    parts, peak = predict_memory(config, micro, args.accum, args, device)
+    yield base.describe_device(device) + (f" | {world.size} processes" if world.size > 1 else "")
+    yield f"data    {data.origin}: {size:.1f} MiB to train, {held:.2f} to validate"
+    yield f"        {epochs:.2f} epochs, hash {data.digest}"
+    yield f"model   {config.parameters() / 1e6:.1f} M parameters: {args.layers} layers, width {args.dim}, " + (
+        f"{args.heads} heads, vocabulary {config.vocab}, {config.flops_per_token() / 1e6:.1f} MFLOP a token"
+    )
+    yield f"        {args.dtype} ({args.why_dtype}), loss {args.loss} ({args.why_loss})"
+    yield f"step    {tokens:,} tokens = {args.batch} sequences of {args.seq} = " + (
+        f"{world.size} process(es) x {args.accum} micro-batch(es) x {micro}"
+    )
+    yield f"memory  predicted peak {peak / MIB:,.0f} MiB: " + ", ".join(f"{k} {v / MIB:,.0f}" for k, v in parts.items())
+
+
+def resume_command(args, world):
+    """What to type to go on: everything that the checkpoint does not hold."""
+    words = ["torchrun", f"--nproc-per-node {world.size}", "train.py"] if args.torchrun else ["python train.py"]
+    words += ["--resume --out", shlex.quote(args.out)]
+    words += [f"--gpus {args.gpus}"] * (args.gpus > 1) + ["--device cpu"] * (base.HAS_CUDA and args.device == "cpu")
+    return " ".join(words)
+
+
+def run(args):
+    """One process of the run, from the first line to the last; returns its exit status."""
+    world = World()
+    device = torch.device(args.device, int(os.environ.get("LOCAL_RANK", 0)) if args.device == "cuda" else None)
+    if args.deterministic:
+        torch.use_deterministic_algorithms(True)
+    config = base.GPTConfig(args.vocab, args.seq, args.layers, args.heads, args.dim)
+    torch.manual_seed(args.seed)
+    with device:
+        model = base.GPT(config)
+    if world.size > 1:
+        for p in model.parameters():
+            dist.broadcast(p.data, 0)  # the same seed gives the same weights; other machines may round otherwise
+    if args.batch is None:
+        args.batch = fitting_batch(config, world, args, device)
+    if args.batch % (world.size * args.accum):
+        raise ValueError(
+            f"--batch {args.batch} counts sequences over all processes: it must be a multiple of "
+            f"{world.size} processes x {args.accum} micro-batches"
+        )
+    optimizer = make_optimizer(model, args)
+    start = args.start
+    if args.resume:
+        restore(args.checkpoint, model, optimizer)
+    status = 0
+    if args.steps:
+        data = load_data(args, packages=device.type == "cuda")
+        if args.resume and data.digest != args.data_digest:
+            raise ValueError(
+                f"the data's hash is {data.digest}, the checkpoint was trained on {args.data_digest}: pass the same "
+                "--data (the embedded corpus changes with the Python version), or start anew with --out"
+            )
+        with StopSignal() as stop:
+            status = train(model, optimizer, data, config, world, args, device, start, stop)
+    if status == 0 and world.main and args.sample:
+        ids = generate(model, encode(args.sample, args.tokens), args, device)
+        print(f"\nsample  temperature {args.temperature:g}, top {args.top_k}\n{decode(ids, args.tokens)}")
+    world.barrier()
+    return status
+
+
+def train(model, optimizer, data, config, world, args, device, start, stop):
+    """Steps start ... --steps; 0, 1 on a non-finite loss, 128 + signal when asked to stop."""
+    log = Log(args, world.main, start)
+    for text in describe_run(config, data, world, args, device, start):
+        log.say(text)
+    bits = None if data.bytes_per_token is None else 1 / (math.log(2) * data.bytes_per_token)  # bits a byte, of a nat
+    per_byte = lambda loss: None if bits is None else loss * bits  # noqa: E731
+    peak_flops = base.peak_flops(device, torch.bfloat16 if args.dtype == "bf16" else torch.float32)
+    saved = start if args.resume else None
+    spent, since = 0.0, 0  # seconds and steps since the last row
+
+    def validation(step):
+        loss = validate(model, data, world, args, device)
+        bpb = "" if bits is None else f"  bpb {per_byte(loss):.4f}"
+        log.say(f"step {step}/{args.steps}  validation loss {loss:.4f}{bpb}")
+        log.row(step=step, val_loss=loss, val_bpb=per_byte(loss))
+
+    def save(step):
+        nonlocal saved
+        if saved != step:
+            if world.main:
+                save_checkpoint(args.out, step, model, optimizer, args, data)
+            saved = step
+            world.barrier()
+
+    if start == 0:
+        if world.main:
+            set_aside(args.out)
+        validation(0)
+    if start >= args.steps:
+        log.say(f"nothing to do: {args.out} is at step {start} of {args.steps}: raise --steps to go on")
+    for step in range(start, args.steps):
+        began = time.perf_counter()
+        lr = learning_rate(step, args)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        loss = accumulate_gradients(model, data, step, world, args, device)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip or math.inf)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        totals = torch.stack((loss.double(), torch.tensor(float(stop.number), dtype=torch.float64, device=device)))
+        world.sum(totals)  # the loss over all processes, and whether any of them was told to stop
+        (loss, stopped), norm = totals.tolist(), norm.item()  # the step's one wait for the device
+        done = step + 1
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            last = "no checkpoint yet" if saved is None else f"the last good checkpoint is step {saved} in {args.out}"
+            log.say(f"step {done}: loss {loss}, gradient norm {norm}: stopped, {last}; try a lower --lr or a --clip")
+            return 1
+        spent, since = spent + time.perf_counter() - began, since + 1
+        tok_s = since * args.batch * args.seq / spent
+        mfu = None if peak_flops is None else tok_s * config.flops_per_token() / (peak_flops * world.size)
+        peak = used_peak_mib(device)
+        eta = int((args.steps - done) * spent / since)
+        unless = lambda value, text: "unknown" if value is None else format(value, text)  # noqa: E731
+        bpb = "" if bits is None else f"  bpb {per_byte(loss):.3f}"
+        log.line(
+            f"step {done}/{args.steps}  loss {loss:.4f}{bpb}  lr {lr:.2e}  norm {norm:.2f}  {tok_s:,.0f} tok/s  "
+            f"mfu {unless(mfu, '.1%')}  peak {unless(peak, ',.0f')} MiB  eta {eta // 60}:{eta % 60:02d}",
+            done, final=done == args.steps,
+        )
+        log.row(step=done, loss=loss, bpb=per_byte(loss), lr=lr, grad_norm=norm, tok_s=tok_s, mfu=mfu, peak_mib=peak,
+                seconds=time.perf_counter() - began)
+        if done % args.log_every == 0:
+            spent, since = 0.0, 0
+        if stopped:
+            save(done)
+            log.say(f"stopped after step {done}; go on with: {resume_command(args, world)}")
+            return 128 + (stop.number or signal.SIGTERM)
+        if done == args.steps or args.eval_every and done % args.eval_every == 0:
+            validation(done)
+        if done == args.steps or args.save_every and done % args.save_every == 0:
+            save(done)
+    if start < args.steps:
+        log.say(f"saved   {args.out}, step {args.steps}")
+    return 0
+
+
+# ======================================================================================================================
+# 6. The command line
+# ======================================================================================================================
+
+NOT_SAVED = ("resume", "out", "sample", "gpus", "device", "log", "checkpoint", "start", "data_digest", "torchrun",
+             "why_dtype", "why_loss")
+
+
+def make_parser():
+    p = argparse.ArgumentParser(description="Train a small GPT through cut cross-entropy.", allow_abbrev=False)
+    add = p.add_argument
+    add("--preset", choices=list(PRESETS), help="model size and schedule (default: gpt2-small on a GPU, else cpu)")
+    for name in ("layers", "dim", "heads", "seq", "batch", "steps"):
+        what = "sequences a step, over all processes and micro-batches; " if name == "batch" else ""
+        add(f"--{name}", type=int, help=f"{what}from the preset")
+    add("--accum", type=int, default=1, help="micro-batches a step")
+    add("--lr", type=float, help="peak learning rate (from the preset)")
+    add("--clip", type=float, default=1.0, help="largest gradient norm; 0: do not clip (1.0)")
+    add("--dtype", choices=("bf16", "fp32"), help="of the matrix products (bf16 where the GPU has it, else fp32)")
+    add("--loss", choices=list(LOSSES), default="cce", help="cut cross-entropy, or materialised logits (cce)")
+    add("--tokens", choices=("bytes", "bigrams"), help="what a token of text is (from the preset)")
+    add("--data", help="file or quoted glob of .txt or .bin shards (default: Python source on this machine)")
+    add("--val", help="the same for validation (default: the last 1%% of --data)")
+    add("--vocab", type=int, help="classes (from the data)")
+    add("--device", choices=("cuda", "cpu"), help="default: cuda where there is a GPU")
+    add("--gpus", type=int, default=1, help="processes on this machine, one a GPU (1)")
+    add("--seed", type=int, default=0, help="of weights, order of data and sample (0)")
+    add("--deterministic", action="store_true", help="bitwise repeatable on a GPU, slower")
+    add("--out", default="out", help="directory of checkpoints (out)")
+    add("--resume", action="store_true", help="go on from the newest whole checkpoint in --out")
+    add("--save-every", type=int, default=100, help="steps between checkpoints; 0: at the end only (100)")
+    add("--eval-every", type=int, default=0, help="steps between validations; 0: first and last only (0)")
+    add("--log-every", type=int, default=10, help="steps between lines when not on a terminal (10)")
+    add("--log", metavar="FILE", help="JSON lines, one object a step and a validation")
+    add("--sample", help="prompt to go on from at the end (text tokens only; default 'def ')")
+    add("--sample-tokens", type=int, default=200, help="tokens to generate (200)")
+    add("--temperature", type=float, default=0.8, help="of the sample; 0: always the likeliest (0.8)")
+    add("--top-k", type=int, default=50, help="candidates for each sampled token (50)")
+    return p
+
+
+def parse(argv):
+    """Flags, completed from the checkpoint (with --resume), the preset and the device. ValueError on what cannot be."""
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    args.start, args.checkpoint, args.data_digest = 0, None, None
+    if args.resume:
+        record, path = find_checkpoint(args.out)
+        asked = args
+        parser.set_defaults(**record["flags"])
+        args = parser.parse_args(argv)
+        args.start, args.checkpoint, args.data_digest = record["step"], str(path), record["data"]
+        for name in MODEL_FLAGS:
+            wish, has = getattr(asked, name), record["flags"][name]
+            if wish not in (None, has):
+                raise ValueError(f"--{name} {wish}: the checkpoint has {has}: drop the flag, or use another --out")
+    args.torchrun = "TORCHELASTIC_RUN_ID" in os.environ or ("RANK" in os.environ and "WORLD_SIZE" in os.environ)
+    args.device = args.device or ("cuda" if base.HAS_CUDA else "cpu")
+    if args.device == "cuda" and not base.HAS_CUDA:
+        raise ValueError("--device cuda: torch finds no GPU here: use --device cpu")
+    present = torch.cuda.device_count() if args.device == "cuda" else None
+    if not args.torchrun and args.gpus > (present or 1) and args.device == "cuda":
+        raise ValueError(
+            f"--gpus {args.gpus}: this machine has {present}: use --gpus {present}, or processes on the CPU with "
+            f"--device cpu --gpus {args.gpus}"
+        )
+    args.preset = args.preset or ("gpt2-small" if args.device == "cuda" else "cpu")
+    for name, value in PRESETS[args.preset].items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    if args.batch is None and args.device == "cpu":
+        args.batch = 8
+    for name in ("layers", "dim", "heads", "seq", "batch", "accum", "gpus", "log_every", "vocab", "top_k"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {value}: must be at least 1")
+    for name in ("steps", "save_every", "eval_every", "clip", "lr", "temperature", "sample_tokens"):
+        if not getattr(args, name) >= 0:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}: must not be negative")
+    if args.dim % (2 * args.heads):
+        raise ValueError(f"--dim {args.dim} --heads {args.heads}: dim must be a multiple of 2 * heads")
+    args.vocab = args.vocab or default_vocab(args)
+    has_text = args.data is None or args.data.endswith(".txt")
+    if args.sample and not has_text:
+        raise ValueError(f"--sample: no decoder for the tokens of {args.data}: use text data")
+    if has_text and args.sample is None:
+        args.sample = "def "
+    args.dtype, args.why_dtype = choose_dtype(args)
+    if args.loss == "reference":
+        args.why_loss = "materialised logits"
+    elif args.device == "cuda":
+        args.why_loss = "Triton kernels" if base.HAS_TRITON else "blocked PyTorch: Triton is not installed"
+    else:
+        args.why_loss = "blocked PyTorch"
+    return args
+
+
+def choose_dtype(args):
+    """(dtype, reason)."""
+    if args.device == "cpu":
+        return ("bf16", "as asked") if args.dtype == "bf16" else ("fp32", "fastest on most CPUs")
+    has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    if args.dtype == "bf16" and not has_bf16:
+        raise ValueError(f"--dtype bf16: {torch.cuda.get_device_name()} has none (Ampere and later do): use fp32")
+    if args.dtype:
+        return args.dtype, "as asked"
+    if has_bf16:
+        return "bf16", "this GPU has it; master weights, norms and sums in fp32"
+    return "fp32", f"{torch.cuda.get_device_name()} is older than bf16"
+
+
+def run_rank(args):
+    """The body of a spawned or torchrun process: a failure becomes its exit status, not a traceback."""
+    status = guarded(run, args)
+    if status:
+        sys.exit(status)
+
+
+def guarded(function, *args):
+    """function(*args), with the errors that a user can mend as one line and status 2."""
+    try:
+        return function(*args)
+    except (ValueError, OSError) as error:
+        print(f"train.py: {error}", file=sys.stderr)
+    except torch.OutOfMemoryError:
+        print("train.py: out of GPU memory: use a smaller --batch, or the same with more --accum", file=sys.stderr)
+    return 2
+
+
+def launch(argv):
+    args = parse(argv)
+    if args.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+    if args.torchrun:
+        if args.device == "cuda":
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
+        try:
+            return run(args)
+        finally:
+            dist.destroy_process_group()
+    if args.gpus == 1:
+        return run(args)
+    if args.steps:
+        load_data(args, packages=args.device == "cuda")  # what is wrong with the data is said once, before any process
+    try:
+        base.spawn(run_rank, args.gpus, args.device, (args,))
+    except torch.multiprocessing.ProcessExitedException as error:
+        return error.exit_code
+    return 0
+
+
+def main(argv=None):
+    """The program; returns its exit status: 0, 1 (non-finite loss), 2 (bad input), 128 + signal (stopped, saved)."""
+    try:
+        return guarded(launch, argv)
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
