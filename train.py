@@ -2,8 +2,8 @@
 
     python train.py                              a byte-level GPT in a minute or two on a CPU; GPT-2 small on a GPU
     python train.py --gpus 2                     two GPUs of this machine;   --device cpu --gpus 2: two CPU processes
-    torchrun --nproc-per-node 8 train.py         the same under torchrun, also over several machines
-    python train.py --resume                     go on after Ctrl-C, SIGTERM or a power cut, bit for bit
+    torchrun --nproc-per-node 8 -- train.py      the same under torchrun, also over several machines
+    python train.py --resume                     go on after Ctrl-C, SIGTERM or a power cut
     python train.py --steps 0 --resume --sample "def "                         only generate
     python train.py --data "data/*.bin" --val val.bin --vocab 50304            your own tokens
 
@@ -17,8 +17,9 @@ What stays the same whatever the number of processes
     number s * batch + i of a shuffled order that depends on --seed alone, so --gpus and --accum only cut the same step
     into parts: the losses agree to rounding, and the position in the data is the step number.
 
-Defaults come from --preset, and that from the device. Everything a run needs is in its checkpoints, which restore the
-flags they were made with; a flag given beside --resume wins.
+Defaults come from --preset, and that from the device. Checkpoints restore the flags they were made with, except those
+that belong to one launch (--device, --gpus, --log, --sample); a flag given beside --resume wins. A resumed run ends
+with the weights of one that was never stopped, bit for bit on one CPU process, and on one GPU with --deterministic.
 """
 
 import argparse
@@ -31,6 +32,7 @@ import json
 import math
 import os
 import shlex
+import shutil
 import signal
 import sys
 import time
@@ -51,14 +53,12 @@ PRESETS = {
     "gpt2-small": dict(layers=12, dim=768, heads=12, seq=1024, batch=None, steps=300, lr=1e-3, tokens="bigrams"),
     "gpt2-medium": dict(layers=24, dim=1024, heads=16, seq=1024, batch=None, steps=300, lr=6e-4, tokens="bigrams"),
 }
-MODEL_FLAGS = ("layers", "dim", "heads", "seq", "vocab", "tokens")  # a checkpoint fits only a model with the same
+MODEL_FLAGS = ("preset", "layers", "dim", "heads", "seq", "vocab", "tokens")  # fixed by a checkpoint
 BETAS, WEIGHT_DECAY, MIN_LR = (0.9, 0.95), 0.1, 0.1  # AdamW; the cosine ends at a tenth of the peak rate
 KEEP = 2  # checkpoints on disk: if the newest is damaged, the one before it is tried
 
 
-# ======================================================================================================================
-# 1. Data: shards of tokens, read by memory map; a batch is a function of the step
-# ======================================================================================================================
+# ==== 1. Data: shards of tokens, read by memory map; a batch is a function of the step ================================
 
 SHARD_FORMATS = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}  # (magic, version) of llm.c's files
 HEADER_BYTES = 256 * 4
@@ -70,13 +70,16 @@ def open_shard(path, tokens):
     if Path(path).suffix == ".txt":
         dtype, offset, count = np.dtype("u1" if tokens == "bytes" else "<u2"), 0, None
     elif Path(path).suffix == ".bin":
-        header = np.fromfile(path, "<i4", min(256, size // 4))
-        # A header is 256 numbers, most of them 0; 1 KiB of nanoGPT's tokens is not.
-        if len(header) == 256 and not header[3:].any() and header[0] > 0:
-            magic, version, count = (int(x) for x in header[:3])
+        header = np.fromfile(path, "<i4", 256)
+        magic, version, count = (*map(int, header[:3]), 0, 0, 0)[:3]
+        # A header is 256 numbers, nearly all of them 0; a KiB of nanoGPT's tokens is not.
+        sparse = len(header) == 256 and magic > 0 and np.count_nonzero(header) < 32
+        if sparse or magic in {known for known, _ in SHARD_FORMATS}:
             if (magic, version) not in SHARD_FORMATS:
                 known = " or ".join(f"{m} version {v}" for m, v in SHARD_FORMATS)
                 raise ValueError(f"{path}: magic {magic} version {version} is unknown: use {known}, or raw uint16")
+            if size < HEADER_BYTES or count < 0:
+                raise ValueError(f"{path}: {size} bytes with a count of {count} are no whole header: it is truncated")
             dtype, offset = SHARD_FORMATS[magic, version], HEADER_BYTES
         else:
             dtype, offset, count = np.dtype("<u2"), 0, None
@@ -99,7 +102,7 @@ def check_vocabulary(tokens, vocab, name):
 
 
 class Tokens:
-    """Windows of seq + 1 tokens over a list of arrays; each lies in one shard. Few bytes, whatever the data's size."""
+    """Windows of seq + 1 tokens over a list of arrays, read when asked for; each window lies in one shard."""
 
     def __init__(self, names, shards, seq, vocab):
         self.names, self.shards, self.seq, self.vocab = names, shards, seq, vocab
@@ -162,7 +165,8 @@ def fingerprint(arrays):
 
 
 def load_data(args, packages):
-    """Training and validation windows by the flags. Without --val, the last 1 % of the windows are held out."""
+    """Training and validation windows by the flags. Without --val, 1 % of the tokens are held out. ValueError on data
+    that cannot be used, or that a resumed run was not trained on."""
     if args.data is None:
         text = base.corpus(args.tokens, packages)
         names, shards, val_names, val_shards = ["corpus"], [text.train], ["corpus"], [text.val]
@@ -170,17 +174,17 @@ def load_data(args, packages):
     else:
         names = expand(args.data)
         shards = [open_shard(name, args.tokens) for name in names]
-        bytes_per_token = {"bytes": 1, "bigrams": 2}[args.tokens] if names[0].endswith(".txt") else None
+        bytes_per_token = {"bytes": 1, "bigrams": 2}[args.tokens] if has_text(args) else None
         origin = f"{len(names)} file(s) of {args.data}"
         if args.val is not None:
             val_names = expand(args.val)
             val_shards = [open_shard(name, args.tokens) for name in val_names]
-        else:  # the tail of the last shard, whole windows
-            last = shards[-1]
-            held = min(sum(map(len, shards)) // 100, len(last) // 2)
+        else:  # the tail of the longest shard, whole windows
+            i = max(range(len(shards)), key=lambda i: len(shards[i]))
+            held = min(sum(map(len, shards)) // 100, len(shards[i]) // 2)
             held = max(1, held // args.seq) * args.seq + 1
-            val_names, val_shards = names[-1:], [last[-held:]]
-            shards[-1] = last[:-held]
+            val_names, val_shards = names[i : i + 1], [shards[i][-held:]]
+            shards[i] = shards[i][:-held]
     for what, group in (("training", shards), ("validation", val_shards)):
         if max(map(len, group)) <= args.seq:
             raise ValueError(
@@ -191,12 +195,23 @@ def load_data(args, packages):
         if shard.nbytes <= 256 * MIB:  # a look at every token of larger shards would take longer than it is worth here
             check_vocabulary(shard, args.vocab, name)
     train, val = Tokens(names, shards, args.seq, args.vocab), Tokens(val_names, val_shards, args.seq, args.vocab)
-    return Data(train, val, bytes_per_token, origin, fingerprint(shards + val_shards))
+    digest = fingerprint(shards + val_shards)
+    if args.data_digest not in (None, digest):
+        raise ValueError(
+            f"the data's hash is {digest}, the checkpoint was trained on {args.data_digest}: pass the same --data (the "
+            "embedded corpus changes with the Python version and the packages), or start anew with --out"
+        )
+    return Data(train, val, bytes_per_token, origin, digest)
+
+
+def has_text(args):
+    """Whether the tokens are text, which can be decoded: the corpus or .txt files."""
+    return args.data is None or expand(args.data)[0].endswith(".txt")
 
 
 def default_vocab(args):
     """Classes of the data: 256 bytes, 65,536 bigrams, or the padded vocabularies that go with the .bin formats."""
-    if args.data is None or args.data.endswith(".txt"):
+    if has_text(args):
         return {"bytes": 256, "bigrams": 65536}[args.tokens]
     return 50304 if open_shard(expand(args.data)[0], args.tokens).dtype.itemsize == 2 else 128256
 
@@ -214,9 +229,7 @@ def decode(ids, tokens):
     return np.array(ids, "u1" if tokens == "bytes" else "<u2").tobytes().decode(errors="replace")
 
 
-# ======================================================================================================================
-# 2. The step: loss, gradient, update
-# ======================================================================================================================
+# ==== 2. The step: loss, gradient, update =============================================================================
 
 
 class World:
@@ -232,6 +245,13 @@ class World:
         if self.size > 1:
             for work in [dist.all_reduce(t, async_op=True) for t in tensors]:
                 work.wait()
+
+    def smallest(self, value, device):
+        """The least of the processes' values of a whole number."""
+        value = torch.tensor(value, device=device)
+        if self.size > 1:
+            dist.all_reduce(value, dist.ReduceOp.MIN)
+        return int(value)
 
     def barrier(self):
         if self.size > 1:
@@ -328,9 +348,7 @@ def generate(model, prompt, args, device):
     return ids
 
 
-# ======================================================================================================================
-# 3. Memory, before it is used
-# ======================================================================================================================
+# ==== 3. Memory, before it is used ====================================================================================
 
 
 def predict_memory(config, batch, accum, args, device):
@@ -339,9 +357,9 @@ def predict_memory(config, batch, accum, args, device):
     cuda, autocast = device.type == "cuda", args.dtype == "bf16"
     P = 4 * config.parameters()
     if args.loss == "cce":
-        itemsize = 2 if autocast else 4
-        loss = cce.backward_bytes(N, V, D, device, itemsize) if cuda else 4 * (V + 2 * N) * D + 8 * cce.CPU_BLOCK
-        loss += itemsize * (N + V) * D if autocast else 0  # E and C in bf16
+        dtype = torch.bfloat16 if autocast else torch.float32
+        loss = cce.backward_bytes(N, V, D, device, dtype) if cuda else 4 * (V + N) * D + 4 * cce.CPU_BLOCK
+        loss += 2 * (N + V) * D if autocast else 0  # E and C in bf16
     else:
         loss = base.reference_bytes(N, V, D, 4)
     parts = dict(parameters=P, gradients=P, optimizer=2 * P)
@@ -358,7 +376,15 @@ def fitting_batch(config, world, args, device):
     per_process = 64
     while per_process > 1 and predict_memory(config, per_process, 1, args, device)[1] > 0.85 * free:
         per_process //= 2
-    return per_process * world.size * args.accum
+    return world.smallest(per_process, device) * world.size * args.accum
+
+
+def check_batch(args, processes):
+    if args.batch % (processes * args.accum):
+        raise ValueError(
+            f"--batch {args.batch} counts sequences over all processes: it must be a multiple of "
+            f"{processes} processes x {args.accum} micro-batches"
+        )
 
 
 def used_peak_mib(device):
@@ -373,9 +399,7 @@ def used_peak_mib(device):
     return peak / MIB if sys.platform == "darwin" else peak / 1024  # macOS counts bytes, Linux KiB
 
 
-# ======================================================================================================================
-# 4. Checkpoints: whole or absent
-# ======================================================================================================================
+# ==== 4. Checkpoints: whole or absent =================================================================================
 
 
 def checkpoint_files(out):
@@ -384,8 +408,9 @@ def checkpoint_files(out):
 
 
 def save_checkpoint(out, step, model, optimizer, args, data):
-    """step_N.pt: tensors (model, optimizer, generators). step_N.json: flags, step, data, checksum of the .pt."""
-    Path(out).mkdir(parents=True, exist_ok=True)
+    """step_N.pt: tensors (model, optimizer, generators). step_N.json: flags, step, data, a checksum over both."""
+    for leftover in Path(out).glob("step_*.tmp"):  # of a process that was killed while it saved
+        leftover.unlink()
     name = Path(out) / f"step_{step:08d}"
     generators = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -395,12 +420,18 @@ def save_checkpoint(out, step, model, optimizer, args, data):
     torch.save(state, buffer)
     base.replace_atomically(name.with_suffix(".pt"), buffer.getbuffer())
     saved = {k: v for k, v in vars(args).items() if k not in NOT_SAVED}
-    record = dict(step=step, flags=saved, data=data.digest, crc32=zlib.crc32(buffer.getbuffer()))
+    record = dict(step=step, flags=saved, data=data.digest)
+    record["crc32"] = checksum(record, buffer.getbuffer())
     base.replace_atomically(name.with_suffix(".json"), json.dumps(record, indent=1).encode())
     for old in checkpoint_files(out)[KEEP:]:
         old.unlink()
         old.with_suffix(".pt").unlink(missing_ok=True)
-    return name.with_suffix(".pt")
+
+
+def checksum(record, tensors):
+    """Over the record (less its own checksum) and the bytes of the tensors: one number for the pair."""
+    rest = {k: record[k] for k in ("step", "flags", "data")}
+    return zlib.crc32(json.dumps(rest, sort_keys=True).encode(), zlib.crc32(tensors))
 
 
 def find_checkpoint(out):
@@ -412,7 +443,7 @@ def find_checkpoint(out):
         path = file.with_suffix(".pt")
         try:
             record = json.loads(file.read_text())
-            if zlib.crc32(path.read_bytes()) == record["crc32"]:
+            if checksum(record, path.read_bytes()) == record["crc32"]:
                 return record, path
             problem = "its checksum differs"
         except (ValueError, KeyError, TypeError, OSError) as error:
@@ -441,9 +472,7 @@ def set_aside(out):
         print(f"kept the earlier run of {out} as {out}.{number} ({size:.0f} MiB; delete it when you do not need it)")
 
 
-# ======================================================================================================================
-# 5. The run
-# ======================================================================================================================
+# ==== 5. The run ======================================================================================================
 
 
 class StopSignal:
@@ -472,9 +501,11 @@ class Log:
         self.main, self.file, self.open_line = main, None, False
         if main and args.log:
             path = Path(args.log)
-            kept = []  # a resumed run repeats the steps after its checkpoint: their old rows go
-            if args.resume and path.exists():
-                kept = [row for row in path.read_text().splitlines(True) if json.loads(row)["step"] <= start]
+            kept = []  # a resumed run repeats the steps after its checkpoint: their old rows go, and a torn one
+            for row in path.read_text().splitlines(True) if args.resume and path.exists() else ():
+                if not row.endswith("\n") or json.loads(row)["step"] > start:
+                    break
+                kept.append(row)
             path.parent.mkdir(parents=True, exist_ok=True)
             base.replace_atomically(path, "".join(kept).encode())
             self.file = path.open("a")
@@ -486,8 +517,9 @@ class Log:
 
     def line(self, text, step, final=False):
         if self.main and self.terminal:
-            print("\r" + text.ljust(self.open_line or 0), end="", flush=True)
-            self.open_line = len(text)
+            width = shutil.get_terminal_size().columns - 1  # a longer line would wrap, and "\r" leave its first part
+            print("\r" + text[:width].ljust(width), end="", flush=True)
+            self.open_line = True
         elif self.main and (step % self.every == 0 or final):
             print(text, flush=True)
 
@@ -519,10 +551,15 @@ def describe_run(config, data, world, args, device, start):
 
 
 def resume_command(args, world):
-    """What to type to go on: everything that the checkpoint does not hold."""
-    words = ["torchrun", f"--nproc-per-node {world.size}", "train.py"] if args.torchrun else ["python train.py"]
-    words += ["--resume --out", shlex.quote(args.out)]
-    words += [f"--gpus {args.gpus}"] * (args.gpus > 1) + ["--device cpu"] * (base.HAS_CUDA and args.device == "cpu")
+    """What to type to go on: the flags that belong to the launch, the checkpoint holds the others."""
+    words = ["python"]
+    if args.torchrun:
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+        nodes = f"--nnodes {world.size // local} (rendezvous as before) " if world.size > local else ""
+        words = [f"torchrun {nodes}--nproc-per-node {local} --"]
+    words += [shlex.quote(os.path.relpath(__file__)), "--resume --out", shlex.quote(args.out)]
+    words += [f"--gpus {args.gpus}"] * (args.gpus > 1) + [f"--device {args.device}"] * (args.device == "cpu")
+    words += ["--log", shlex.quote(args.log)] if args.log else []
     return " ".join(words)
 
 
@@ -541,11 +578,7 @@ def run(args):
             dist.broadcast(p.data, 0)  # the same seed gives the same weights; other machines may round otherwise
     if args.batch is None:
         args.batch = fitting_batch(config, world, args, device)
-    if args.batch % (world.size * args.accum):
-        raise ValueError(
-            f"--batch {args.batch} counts sequences over all processes: it must be a multiple of "
-            f"{world.size} processes x {args.accum} micro-batches"
-        )
+    check_batch(args, world.size)
     optimizer = make_optimizer(model, args)
     start = args.start
     if args.resume:
@@ -553,22 +586,21 @@ def run(args):
     status = 0
     if args.steps:
         data = load_data(args, packages=device.type == "cuda")
-        if args.resume and data.digest != args.data_digest:
-            raise ValueError(
-                f"the data's hash is {data.digest}, the checkpoint was trained on {args.data_digest}: pass the same "
-                "--data (the embedded corpus changes with the Python version), or start anew with --out"
-            )
         with StopSignal() as stop:
             status = train(model, optimizer, data, config, world, args, device, start, stop)
     if status == 0 and world.main and args.sample:
         ids = generate(model, encode(args.sample, args.tokens), args, device)
-        print(f"\nsample  temperature {args.temperature:g}, top {args.top_k}\n{decode(ids, args.tokens)}")
+        untrained = "" if args.steps or args.resume else ", from random weights (no --resume)"
+        print(f"\nsample  temperature {args.temperature:g}, top {args.top_k}{untrained}\n{decode(ids, args.tokens)}")
     world.barrier()
     return status
 
 
 def train(model, optimizer, data, config, world, args, device, start, stop):
     """Steps start ... --steps; 0, 1 on a non-finite loss, 128 + signal when asked to stop."""
+    if start == 0 and world.main:
+        set_aside(args.out)
+    Path(args.out).mkdir(parents=True, exist_ok=True)
     log = Log(args, world.main, start)
     for text in describe_run(config, data, world, args, device, start):
         log.say(text)
@@ -593,8 +625,6 @@ def train(model, optimizer, data, config, world, args, device, start, stop):
             world.barrier()
 
     if start == 0:
-        if world.main:
-            set_aside(args.out)
         validation(0)
     if start >= args.steps:
         log.say(f"nothing to do: {args.out} is at step {start} of {args.steps}: raise --steps to go on")
@@ -644,9 +674,7 @@ def train(model, optimizer, data, config, world, args, device, start, stop):
     return 0
 
 
-# ======================================================================================================================
-# 6. The command line
-# ======================================================================================================================
+# ==== 6. The command line =============================================================================================
 
 NOT_SAVED = ("resume", "out", "sample", "gpus", "device", "log", "checkpoint", "start", "data_digest", "torchrun",
              "why_dtype", "why_loss")
@@ -669,7 +697,7 @@ def make_parser():
     add("--val", help="the same for validation (default: the last 1%% of --data)")
     add("--vocab", type=int, help="classes (from the data)")
     add("--device", choices=("cuda", "cpu"), help="default: cuda where there is a GPU")
-    add("--gpus", type=int, default=1, help="processes on this machine, one a GPU (1)")
+    add("--gpus", type=int, help="processes on this machine, one a GPU (1)")
     add("--seed", type=int, default=0, help="of weights, order of data and sample (0)")
     add("--deterministic", action="store_true", help="bitwise repeatable on a GPU, slower")
     add("--out", default="out", help="directory of checkpoints (out)")
@@ -701,15 +729,17 @@ def parse(argv):
             if wish not in (None, has):
                 raise ValueError(f"--{name} {wish}: the checkpoint has {has}: drop the flag, or use another --out")
     args.torchrun = "TORCHELASTIC_RUN_ID" in os.environ or ("RANK" in os.environ and "WORLD_SIZE" in os.environ)
-    args.device = args.device or ("cuda" if base.HAS_CUDA else "cpu")
-    if args.device == "cuda" and not base.HAS_CUDA:
-        raise ValueError("--device cuda: torch finds no GPU here: use --device cpu")
-    present = torch.cuda.device_count() if args.device == "cuda" else None
-    if not args.torchrun and args.gpus > (present or 1) and args.device == "cuda":
+    if args.torchrun and args.gpus:
+        raise ValueError("--gpus: under torchrun, its --nproc-per-node says how many processes there are: drop --gpus")
+    present = torch.cuda.device_count()
+    wanted = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if args.torchrun else args.gpus or 1
+    on_gpus = args.device == "cuda" or args.device is None and (present > 0 or (args.gpus or 1) > 1)
+    if on_gpus and wanted > present:
         raise ValueError(
-            f"--gpus {args.gpus}: this machine has {present}: use --gpus {present}, or processes on the CPU with "
-            f"--device cpu --gpus {args.gpus}"
+            f"{wanted} process(es) on GPUs, but this machine has {present} GPU(s): use "
+            f"{f'--gpus {present}, or ' if present else ''}processes on the CPU with --device cpu"
         )
+    args.device, args.gpus = "cuda" if on_gpus else "cpu", args.gpus or 1
     args.preset = args.preset or ("gpt2-small" if args.device == "cuda" else "cpu")
     for name, value in PRESETS[args.preset].items():
         if getattr(args, name) is None:
@@ -720,17 +750,23 @@ def parse(argv):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} {value}: must be at least 1")
-    for name in ("steps", "save_every", "eval_every", "clip", "lr", "temperature", "sample_tokens"):
-        if not getattr(args, name) >= 0:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}: must not be negative")
+    for name in ("steps", "save_every", "eval_every", "clip", "lr", "temperature", "sample_tokens", "seed"):
+        if not 0 <= getattr(args, name) < 2**63:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}: must not be negative (nor past 2^63)")
     if args.dim % (2 * args.heads):
         raise ValueError(f"--dim {args.dim} --heads {args.heads}: dim must be a multiple of 2 * heads")
+    if args.val and not args.data:
+        raise ValueError("--val: goes with --data: the embedded corpus has its own validation files")
+    args.data, args.val = (pattern and os.path.abspath(pattern) for pattern in (args.data, args.val))
     args.vocab = args.vocab or default_vocab(args)
-    has_text = args.data is None or args.data.endswith(".txt")
-    if args.sample and not has_text:
-        raise ValueError(f"--sample: no decoder for the tokens of {args.data}: use text data")
-    if has_text and args.sample is None:
+    if args.sample is None and has_text(args):
         args.sample = "def "
+    if args.sample and not has_text(args):
+        raise ValueError(f"--sample: no decoder for the tokens of {args.data}: use text data")
+    if args.sample and max(encode(args.sample, args.tokens)) >= args.vocab:
+        raise ValueError(f"--sample {args.sample!r}: a token is outside the vocabulary of {args.vocab}: use another")
+    if not args.steps and not args.sample:
+        raise ValueError("--steps 0: nothing to train, and no text to sample: raise --steps")
     args.dtype, args.why_dtype = choose_dtype(args)
     if args.loss == "reference":
         args.why_loss = "materialised logits"
@@ -749,15 +785,21 @@ def choose_dtype(args):
     if args.dtype == "bf16" and not has_bf16:
         raise ValueError(f"--dtype bf16: {torch.cuda.get_device_name()} has none (Ampere and later do): use fp32")
     if args.dtype:
-        return args.dtype, "as asked"
+        return args.dtype, "as in the checkpoint" if args.resume else "as asked"
     if has_bf16:
         return "bf16", "this GPU has it; master weights, norms and sums in fp32"
     return "fp32", f"{torch.cuda.get_device_name()} is older than bf16"
 
 
 def run_rank(args):
-    """The body of a spawned or torchrun process: a failure becomes its exit status, not a traceback."""
-    status = guarded(run, args)
+    """The body of a spawned process: what went wrong becomes its exit status, not a traceback."""
+    try:
+        status = guarded(run, args)
+    except RuntimeError as error:
+        if "gloo" not in str(error).lower() and "nccl" not in str(error).lower():
+            raise
+        time.sleep(5)  # the process that failed first speaks; it has ended, so ours is about to be ended, too
+        status = 1
     if status:
         sys.exit(status)
 
@@ -775,6 +817,8 @@ def guarded(function, *args):
 
 def launch(argv):
     args = parse(argv)
+    if args.steps:
+        Path(args.out).mkdir(parents=True, exist_ok=True)  # fails now rather than when there is something to lose
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
     if args.torchrun:
@@ -787,12 +831,19 @@ def launch(argv):
             dist.destroy_process_group()
     if args.gpus == 1:
         return run(args)
+    if args.batch is not None:
+        check_batch(args, args.gpus)
     if args.steps:
         load_data(args, packages=args.device == "cuda")  # what is wrong with the data is said once, before any process
     try:
         base.spawn(run_rank, args.gpus, args.device, (args,))
     except torch.multiprocessing.ProcessExitedException as error:
-        return error.exit_code
+        if error.exit_code >= 0:
+            return error.exit_code  # the process has said why
+        saved = checkpoint_files(args.out)
+        go_on = f"go on with --resume --out {shlex.quote(args.out)}" if saved else "there is no checkpoint yet"
+        print(f"train.py: process {error.error_index} was ended by signal {-error.exit_code}; {go_on}", file=sys.stderr)
+        return 128 - error.exit_code
     return 0
 
 
