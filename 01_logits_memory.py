@@ -587,16 +587,24 @@ def default_device():
     return torch.device("cuda" if HAS_CUDA else "cpu")
 
 
+def join_group(device, timeout=600):
+    """Join the torch.distributed group of the environment (RANK, WORLD_SIZE, ...): NCCL on "cuda", gloo on "cpu"."""
+    options = dict(timeout=datetime.timedelta(seconds=timeout))
+    if device == "cuda":
+        gpu = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(gpu)
+        dist.init_process_group("nccl", device_id=gpu, **options)
+    else:
+        dist.init_process_group("gloo", **options)
+
+
 def _rank_main(rank, fn, ranks, port, device, timeout, args):
     """Runs in each child: join the process group, call fn(*args), leave."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    if device == "cuda":
-        torch.cuda.set_device(rank)
-    else:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
-    backend = "nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout))
+    # Beside a GPU the host only launches kernels: more threads would spin on the cores that the other ranks need.
+    torch.set_num_threads(1 if device == "cuda" else max(1, (os.cpu_count() or 1) // ranks))
+    join_group(device, timeout)
     fn(*args)
     dist.destroy_process_group()  # not after an error: the others may be inside a collective
 
@@ -802,17 +810,19 @@ def check_table():
 
 
 def check_peak_bytes(device="cpu"):
-    """Two buffers at once, then a third after one has died: a peak of two. Views and in-place work add nothing."""
+    """Two buffers at once, then a third after one has died: a peak of two. Views and in-place work add nothing. Both
+    counters are checked: LiveBytes, and the allocator where there is a GPU."""
 
-    def work():
-        a = torch.zeros(MIB, dtype=torch.uint8, device=device)
+    def work(where):
+        a = torch.zeros(MIB, dtype=torch.uint8, device=where)
         b = a + 1
         a.view(2, -1).add_(1)
         del a
         return b.clone()
 
-    got = peak_bytes(work, device)
-    require(got == 2 * MIB, f"peak of two buffers of 1 MiB measured as {got / MIB:g} MiB")
+    for where in {"cpu", torch.device(device).type}:
+        got = peak_bytes(partial(work, where), where)
+        require(got == 2 * MIB, f"{where}: peak of two buffers of 1 MiB measured as {got / MIB:g} MiB")
 
 
 def check_model():

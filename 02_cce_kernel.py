@@ -36,6 +36,7 @@ import functools
 import importlib
 import math
 import sys
+import textwrap
 from types import SimpleNamespace
 
 import torch
@@ -986,8 +987,8 @@ def body(device, ledger, args):
     checks += [check_large_offsets] if device.type == "cuda" else []
     for check in checks:
         check(device)
-    print(f"checks on backends {', '.join(backends(device))}: equal to the reference in fp32, bf16, fp16; ladder; "
-          + ", ".join(check.__name__[6:] for check in checks) + ": passed\n")
+    names = ", ".join(check.__name__[6:] for check in [check_equal, check_ladder, *checks])
+    print(textwrap.fill(f"checks passed on backends {' and '.join(backends(device))}: {names}", 110) + "\n")
     measure(device, ledger, *(args.shape or ((8192, 256000, 2304) if device.type == "cuda" else (1024, 8192, 64))))
 
 

@@ -75,7 +75,6 @@ def test_reference_and_chunked_on_more_shapes(seed):
 
 
 def test_peak_bytes():
-    base.check_peak_bytes("cpu")
     base.check_peak_bytes(DEVICE)
 
 

@@ -799,8 +799,10 @@ def run_rank(args):
         if "gloo" not in str(error).lower() and "nccl" not in str(error).lower():
             raise
         time.sleep(5)  # the process that failed first speaks; it has ended, so ours is about to be ended, too
-        status = 1
+        sys.exit(1)
     if status:
+        if status != 2:  # all processes end alike; after an error, the others may be inside a collective
+            dist.destroy_process_group()
         sys.exit(status)
 
 
@@ -822,13 +824,10 @@ def launch(argv):
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
     if args.torchrun:
-        if args.device == "cuda":
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-        dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
-        try:
-            return run(args)
-        finally:
-            dist.destroy_process_group()
+        base.join_group(args.device)
+        status = run(args)
+        dist.destroy_process_group()
+        return status
     if args.gpus == 1:
         return run(args)
     if args.batch is not None:
