@@ -926,7 +926,7 @@ def measure_step(device, ledger, config, batch):
         "gradients": 0,  # the peak comes early in backward, before the first gradient is finished
         "optimizer": 8 * config.parameters(),
         "activations": activation_bytes(config, N, autocast, fused_norm=autocast),
-        "logits": materialised_bytes(N, config.vocab),
+        "logits": materialised_bytes(N, config.vocab) + 2 * (N + config.vocab) * config.dim * autocast,  # bf16 E and C
         "workspace": 0,
     }
     size = f"{config.parameters() / 1e6:.1f} M parameters, {N} tokens, V = {config.vocab}"

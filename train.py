@@ -55,6 +55,7 @@ PRESETS = {
 }
 MODEL_FLAGS = ("preset", "layers", "dim", "heads", "seq", "vocab", "tokens")  # fixed by a checkpoint
 BETAS, WEIGHT_DECAY, MIN_LR = (0.9, 0.95), 0.1, 0.1  # AdamW; the cosine ends at a tenth of the peak rate
+WARMUP = 50  # steps, also in short runs: AdamW's second moment averages 20, and a full rate before that makes it spike
 KEEP = 2  # checkpoints on disk: if the newest is damaged, the one before it is tried
 
 
@@ -312,11 +313,10 @@ def make_optimizer(model, args):
 
 
 def learning_rate(step, args):
-    """Linear warm-up over the first tenth (at most 100 steps), then a cosine down to MIN_LR of the peak."""
-    warmup = max(1, min(100, args.steps // 10))
-    if step < warmup:
-        return args.lr * (step + 1) / warmup
-    progress = (step - warmup) / max(1, args.steps - warmup)
+    """Linear warm-up, then a cosine down to MIN_LR of the peak."""
+    if step < WARMUP:
+        return args.lr * (step + 1) / WARMUP
+    progress = (step - WARMUP) / max(1, args.steps - WARMUP)
     return args.lr * (MIN_LR + (1 - MIN_LR) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
 
 
@@ -388,13 +388,13 @@ def check_batch(args, processes):
 
 
 def used_peak_mib(device):
-    """Peak MiB: of the allocator on a GPU, of the whole process elsewhere; None where the system does not tell."""
+    """Peak MiB: of the allocator on a GPU, of the whole process, libraries included, elsewhere; NaN where unknown."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated() / MIB
     try:
         import resource
     except ImportError:  # Windows
-        return None
+        return math.nan
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / MIB if sys.platform == "darwin" else peak / 1024  # macOS counts bytes, Linux KiB
 
@@ -547,7 +547,8 @@ def describe_run(config, data, world, args, device, start):
     yield f"step    {tokens:,} tokens = {args.batch} sequences of {args.seq} = " + (
         f"{world.size} process(es) x {args.accum} micro-batch(es) x {micro}"
     )
-    yield f"memory  predicted peak {peak / MIB:,.0f} MiB: " + ", ".join(f"{k} {v / MIB:,.0f}" for k, v in parts.items())
+    categories = ", ".join(f"{name} {size / MIB:,.0f}" for name, size in parts.items())
+    yield f"memory  predicted MiB of tensors, peak {peak / MIB:,.0f}: {categories}"
 
 
 def resume_command(args, world):
@@ -650,15 +651,14 @@ def train(model, optimizer, data, config, world, args, device, start, stop):
         mfu = None if peak_flops is None else tok_s * config.flops_per_token() / (peak_flops * world.size)
         peak = used_peak_mib(device)
         eta = int((args.steps - done) * spent / since)
-        unless = lambda value, text: "unknown" if value is None else format(value, text)  # noqa: E731
         bpb = "" if bits is None else f"  bpb {per_byte(loss):.3f}"
         log.line(
             f"step {done}/{args.steps}  loss {loss:.4f}{bpb}  lr {lr:.2e}  norm {norm:.2f}  {tok_s:,.0f} tok/s  "
-            f"mfu {unless(mfu, '.1%')}  peak {unless(peak, ',.0f')} MiB  eta {eta // 60}:{eta % 60:02d}",
+            f"mfu {'unknown' if mfu is None else f'{mfu:.1%}'}  peak {peak:,.0f} MiB  eta {eta // 60}:{eta % 60:02d}",
             done, final=done == args.steps,
         )
-        log.row(step=done, loss=loss, bpb=per_byte(loss), lr=lr, grad_norm=norm, tok_s=tok_s, mfu=mfu, peak_mib=peak,
-                seconds=time.perf_counter() - began)
+        log.row(step=done, loss=loss, bpb=per_byte(loss), lr=lr, grad_norm=norm, tok_s=tok_s, mfu=mfu,
+                peak_mib=None if math.isnan(peak) else peak, seconds=time.perf_counter() - began)
         if done % args.log_every == 0:
             spent, since = 0.0, 0
         if stopped:
@@ -740,6 +740,8 @@ def parse(argv):
             f"{f'--gpus {present}, or ' if present else ''}processes on the CPU with --device cpu"
         )
     args.device, args.gpus = "cuda" if on_gpus else "cpu", args.gpus or 1
+    if args.tokens and not (args.resume or has_text(args)):
+        raise ValueError(f"--tokens {args.tokens}: says how text is cut, but {args.data} holds tokens: drop the flag")
     args.preset = args.preset or ("gpt2-small" if args.device == "cuda" else "cpu")
     for name, value in PRESETS[args.preset].items():
         if getattr(args, name) is None:
