@@ -770,12 +770,11 @@ def parse(argv):
     if not args.steps and not args.sample:
         raise ValueError("--steps 0: nothing to train, and no text to sample: raise --steps")
     args.dtype, args.why_dtype = choose_dtype(args)
-    if args.loss == "reference":
-        args.why_loss = "materialised logits"
-    elif args.device == "cuda":
-        args.why_loss = "Triton kernels" if base.HAS_TRITON else "blocked PyTorch: Triton is not installed"
-    else:
-        args.why_loss = "blocked PyTorch"
+    args.why_loss = "materialised logits"
+    if args.loss == "cce":
+        args.why_loss = "blocked PyTorch" if args.device == "cpu" or base.INTERPRETED else "Triton kernels"
+        if not base.HAS_TRITON:
+            args.why_loss = "blocked PyTorch: Triton is not installed"
     return args
 
 
