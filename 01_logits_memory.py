@@ -720,8 +720,9 @@ def run_stage(file, doc, namespace, body, following, add_arguments=None):
         # The interpreter is NumPy, which warns where a GPU silently makes the inf that the kernels then handle.
         with contextlib.redirect_stdout(output), np.errstate(all="ignore"):
             body(device, ledger, args)
-        if args.readme:
-            publish(stage, output.getvalue(), f"python {Path(file).name}", device, args.readme)
+        if args.readme and ledger.ok:
+            options = [a for a in sys.argv[1:] if a not in ("--readme", args.readme)]
+            publish(stage, output.getvalue(), " ".join(["python", Path(file).name, *options]), device, args.readme)
     except AssertionError as error:
         print(f"CHECK FAILED: {error}")
         return 1

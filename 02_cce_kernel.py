@@ -3,7 +3,7 @@
 The problem in one number
     N = 8192 tokens, V = 256,000 classes, D = 2304 (Gemma 2 2B): the logits are 3.9 GiB in bf16, and a materialised loss
     holds 23 GiB of them at its peak. The loss needs two numbers a token. This file computes both, and the exact
-    gradients, with about 0.25 GiB beside the gradients themselves.
+    gradients, with 0.22 GiB beside the gradients themselves.
 
 The maths                                                       E (N, D) embeddings, C (V, D) classifier, x (N,) targets
     loss[n] = lse[n] - E[n] . C[x[n]]            lse[n] = log sum_v exp(E[n] . C[v])
@@ -14,7 +14,7 @@ The maths                                                       E (N, D) embeddi
   which costs one more matrix pass than keeping the logits would: 2 N V D FLOP against 2 N V bytes written and read.
 
 The ladder
-    v1  blocked PyTorch: twenty lines, any device, any dtype. The algorithm, and the fast path on a CPU.
+    v1  blocked PyTorch: thirty lines, any device, any dtype. The algorithm, and the fast path on a CPU.
     v2  Triton, tile by tile: the paper's Algorithms 1 to 3 as four kernels, each the only writer of what it writes.
     v3  one operation: a kernel that makes partial (max, sum) and the target's logit per split of the vocabulary, merged
         without locks; backward by slices of the vocabulary, one kernel for G and two matrix products a slice.
@@ -34,6 +34,7 @@ Left out on purpose: the paper's gradient filtering and vocabulary sorting, kern
 
 import functools
 import importlib
+import itertools
 import math
 import sys
 import textwrap
@@ -379,7 +380,7 @@ def gradient_kernel(
     BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
     """G (N, V) of a slice C (V, D). The logits stay in fp32 registers until they have become G: rounding them to bf16
-    first, as a separate matrix product would, puts an error of 2^-9 |logit| into the exponent."""
+    first, as a separate matrix product would, puts an error of up to 2^-8 |logit| into the exponent."""
     row_blocks = tl.cdiv(N, BLOCK_N)
     rows = (tl.program_id(0) % row_blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
     cols = (tl.program_id(0) // row_blocks) * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -631,7 +632,7 @@ def check_equal(N=70, V=203, D=72, dtype=torch.float32, device="cpu", seed=0, bi
     for backend in backends(device):
         got = gradients_of(linear_cross_entropy, E, C, b, x, softcap=softcap, backend=backend)
         for name, g, p, w in zip(("loss", "dE", "dC", "dbias"), got, peer, want, strict=False):
-            slack = 2e-6 if dtype == torch.float32 else 1e-3  # a few roundings of fp32; half of bf16's last place
+            slack = 2e-6 if dtype == torch.float32 else 1e-3  # a few roundings of fp32; below one of bf16 (4e-3)
             require_as_good(f"{backend} {dtype} {name}", g, p, w, slack)
 
 
@@ -741,7 +742,7 @@ def check_autograd_modes(device="cpu"):
 
 
 def check_deterministic(device="cpu"):
-    """Two runs, the same bits: loss and gradients, also in v2."""
+    """Two runs, the same bits: loss and gradients."""
     for backend in backends(device):
         N, V = (64, 700) if backend == "triton" and INTERPRETED else (256, 16384)  # several slices, or several tiles
         E, C, b, x = base.random_problem(N, V, 16, torch.float32, device)
@@ -862,16 +863,20 @@ def _bias_per_block(
     return mask_tail(acc, cols, V)
 
 
-def _shuffled_slices(V, width):
+_calls = itertools.count()
+
+
+def _reversed_slices(V, width):
+    """Backwards in every second run, each of which asks once in forward and once in backward."""
     slices = [(start, min(start + width, V)) for start in range(0, V, width)]
-    return [slices[i] for i in torch.randperm(len(slices)).tolist()]
+    return slices[::-1] if next(_calls) // 2 % 2 else slices
 
 
 BREAKS = {
     "zero-max": (check_extreme_logits, "merge", lambda partial: partial.exp().sum(0).log()),
     "uniform-gradient": (check_reductions, "row_gradients", lambda g, h, dtype: (
         (g + h)[:1].expand_as(g), g[:1].expand_as(g), torch.ones((), device=g.device))),
-    "unordered-sums": (check_deterministic, "vocabulary_slices", _shuffled_slices),
+    "unordered-sums": (check_deterministic, "vocabulary_slices", _reversed_slices),
     "keep-logits": (check_memory, "vocabulary_slices", lambda V, width: [(0, V)]),
     "lost-slice": (check_building_blocks, "merge", lambda partial: partial.amax(0)),
 }
@@ -967,9 +972,9 @@ def measure(device, ledger, N, V, D):
     ledger.row("materialised: peak", "12 N V", mib(base.materialised_bytes(N, V)), mib(naive))
     ledger.row("v3, loss: peak", "8 N V / SPLIT", mib(forward_bytes(N, V)), mib(loss), band=(0.9, 1.1))
     beyond = backward_bytes(N, V, D, "cuda", torch.bfloat16) - results
-    ledger.row("v3, beyond dE and dC: peak", "dE in fp32 + G of a slice", mib(beyond), mib(both and both - results),
+    ledger.row("v3, beyond dE and dC: peak", "dE fp32 - dE bf16 + slice", mib(beyond), mib(both and both - results),
                band=(0.9, 1.1))
-    ledger.row("v1 against logits: peak", "less than N V", mib(4 * N * V), mib(peaks["v1 blocked PyTorch", "both"]),
+    ledger.row("v1 against logits: peak", "less than 4 N V", mib(4 * N * V), mib(peaks["v1 blocked PyTorch", "both"]),
                band=(0, 0.9))
     if cuda:
         one_pass = base.bench(lambda: torch.mm(E.detach(), C.detach()[: min(V, 65536)].T), device).median
@@ -990,6 +995,8 @@ def body(device, ledger, args):
         check(device)
     names = ", ".join(check.__name__[6:] for check in [check_equal, check_ladder, *checks])
     print(textwrap.fill(f"checks passed on backends {' and '.join(backends(device))}: {names}", 110) + "\n")
+    if args.shape and min(args.shape) < 1:
+        raise ValueError(f"--shape {args.shape}: N, V and D must be at least 1")
     shape = (1024, 8192, 64)
     if device.type == "cuda":  # Gemma 2 2B's classifier, if the card has room for the materialised loss
         shape = (8192, 256000, 2304) if torch.cuda.mem_get_info()[0] > 40 * 2**30 else (2048, 65536, 1024)

@@ -2,8 +2,8 @@
 
     pytest test_all.py                 on a CPU the Triton kernels run interpreted, on a GPU compiled
 
-The tests of known bugs name who once shipped them. A test that two things are equal has a twin that breaks one of them
-and must see the difference: the --break options of the stages, and the tests below whose name ends in _twin.
+The tests of known bugs name who once shipped them. The checks that two things are equal have twins that break one of
+them and must see the difference: the --break options of the stages, and the tests of train.py that say twin.
 """
 
 import importlib
@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -291,6 +292,11 @@ def losses(rows):
     return {row["step"]: row["loss"] for row in rows if "loss" in row}
 
 
+def norms(rows):
+    """Gradient norms by step. Clipping and AdamW hide a gradient of the wrong size from the loss; these show it."""
+    return {row["step"]: row["grad_norm"] for row in rows if "grad_norm" in row}
+
+
 def same(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
@@ -305,15 +311,24 @@ def test_learns_and_logs(tiny, capsys):
 
 
 def test_cut_and_materialised_losses_train_alike(tiny):
-    cut, full = (losses(tiny("--loss", name, out=name)[1]) for name in ("cce", "reference"))
-    assert cut == pytest.approx(full, rel=1e-4)
+    cut, full = (tiny("--loss", name, out=name)[1] for name in ("cce", "reference"))
+    assert losses(cut) == pytest.approx(losses(full), rel=1e-4) and norms(cut) == pytest.approx(norms(full), rel=1e-3)
 
 
 def test_accumulation_equals_one_big_batch(tiny):
     whole, parts = tiny(out="a"), tiny("--accum", 4, out="b")
     assert losses(parts[1]) == pytest.approx(losses(whole[1]), rel=1e-5)
+    assert norms(parts[1]) == pytest.approx(norms(whole[1]), rel=1e-4)
     for name, w in whole[2].items():
         torch.testing.assert_close(parts[2][name], w, rtol=1e-3, atol=1e-4)
+
+
+def test_gradient_size_twin(tiny, monkeypatch):
+    """A gradient three times too large: the losses hardly notice, the norms must."""
+    whole = tiny(out="a")
+    loss_sum = train.loss_sum
+    monkeypatch.setattr(train, "loss_sum", lambda model, x, y, args: 3 * loss_sum(model, x, y, args))
+    assert norms(tiny(out="b")[1]) != pytest.approx(norms(whole[1]), rel=1e-4)
 
 
 def test_accumulation_twin(tiny, monkeypatch):
@@ -329,6 +344,7 @@ def test_two_processes_equal_one(tiny):
     one, two = tiny(*flags, out="a"), tiny(*flags, "--gpus", 2, out="b")
     assert one[0] == two[0] == 0 and len(losses(one[1])) == 20
     assert losses(two[1]) == pytest.approx(losses(one[1]), abs=1e-5)
+    assert norms(two[1]) == pytest.approx(norms(one[1]), rel=1e-4)
     assert two[1][-1]["val_loss"] == pytest.approx(one[1][-1]["val_loss"], rel=1e-5)
 
 
@@ -358,13 +374,15 @@ def start_and_wait(flags, line, timeout=120):
     """Start train.py and return its process and output so far, once a line that starts with `line` has come."""
     process = subprocess.Popen([sys.executable, "train.py", *map(str, flags)], cwd=ROOT, text=True,
                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    deadline, output = time.monotonic() + timeout, ""
-    while time.monotonic() < deadline:
-        output += (got := process.stdout.readline())
-        if got.startswith(line) or not got:
+    timer, output = threading.Timer(timeout, process.kill), ""  # a killed process ends its output
+    timer.start()
+    while got := process.stdout.readline():
+        output += got
+        if got.startswith(line):
+            timer.cancel()
             return process, output
-    process.kill()
-    raise TimeoutError(output)
+    timer.cancel()
+    raise RuntimeError(f"train.py ended, or took {timeout} s, before '{line}':\n{output}")
 
 
 @pytest.fixture
@@ -378,11 +396,16 @@ def test_killed_run_resumes_bitwise(tiny, long_run, tmp_path):
     """SIGKILL at a random step; the resumed run ends with the weights of one that was never touched."""
     exact = ["--deterministic"] if base.HAS_CUDA else []
     schedule = ["--steps", 40, "--save-every", 3, *exact]
-    step = random.randrange(4, 30)
-    process, _ = start_and_wait([*long_run, *schedule], f"step {step}/")
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    assert train.checkpoint_files(tmp_path / "killed"), "no checkpoint was written before the kill"
+    step = random.randrange(4, 38)
+    result = python("-c", f"""
+import os, signal, train
+rate = train.learning_rate
+train.learning_rate = lambda step, args: os.kill(os.getpid(), signal.SIGKILL) if step == {step} else rate(step, args)
+train.main({[str(flag) for flag in (*long_run, *schedule)]})
+""")
+    assert result.returncode == -signal.SIGKILL, result.stdout + result.stderr
+    record, _ = train.find_checkpoint(tmp_path / "killed")
+    assert record["step"] == step // 3 * 3, f"killed in step {step}"
     whole = tiny(*schedule, out="whole")[2]
     shutil.copytree(tmp_path / "killed", tmp_path / "twin")
     assert train.main(["--resume", "--out", str(tmp_path / "killed"), *exact]) == 0
@@ -397,9 +420,12 @@ def test_killed_run_resumes_bitwise(tiny, long_run, tmp_path):
 @pytest.mark.parametrize("flags", [[], ["--device", "cpu", "--gpus", 2]], ids=["one process", "two processes"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 def test_stopped_run_saves_and_says_how_to_go_on(long_run, tmp_path, number, flags):
-    process, _ = start_and_wait([*long_run, *flags], "step 2/")
+    process, output = start_and_wait([*long_run, *flags], "step 2/")
     process.send_signal(number)
-    output = process.communicate(timeout=120)[0]
+    try:
+        output += process.communicate(timeout=120)[0]
+    finally:
+        process.kill()
     assert process.returncode == 128 + number, output
     record, _ = train.find_checkpoint(tmp_path / "killed")
     assert f"stopped after step {record['step']}" in output and "train.py --resume --out" in output
@@ -427,8 +453,9 @@ def test_checkpoint_of_another_model_or_data_is_refused(tiny, tmp_path, capsys):
 
 def test_fresh_run_keeps_the_earlier_one(tiny, tmp_path, capsys):
     first = tiny()[2]
-    tiny("--seed", 1)
-    assert "kept the earlier run" in capsys.readouterr().out
+    (tmp_path / "out" / "mine.txt").write_text("not a checkpoint")
+    tiny("--seed", 1, out="out/")
+    assert "kept the earlier run" in capsys.readouterr().out and (tmp_path / "out" / "mine.txt").exists()
     assert same(weights(tmp_path / "out.1"), first) and not same(weights(tmp_path / "out"), first)
 
 
@@ -436,6 +463,14 @@ def test_non_finite_loss_stops_and_keeps_the_last_checkpoint(tiny, tmp_path, cap
     real = train.learning_rate
     monkeypatch.setattr(train, "learning_rate", lambda step, args: 1e30 if step == 4 else real(step, args))
     status, _, kept = tiny("--save-every", 2)
+    assert status == 1 and "last good checkpoint is step 4" in capsys.readouterr().out
+    assert all(tensor.isfinite().all() for tensor in kept.values())
+
+
+def test_weights_that_are_not_finite_are_never_saved(tiny, capsys, monkeypatch):
+    """The update after a finite loss can overflow: that checkpoint would be of no use."""
+    monkeypatch.setattr(train, "learning_rate", lambda step, args: 3e38 if step == 4 else 1e-3)
+    status, rows, kept = tiny("--save-every", 1)
     assert status == 1 and "last good checkpoint is step 4" in capsys.readouterr().out
     assert all(tensor.isfinite().all() for tensor in kept.values())
 
@@ -571,7 +606,8 @@ def test_doubling_the_vocabulary_adds_logits_only_to_the_materialised_loss():
         (small, predicted_small), (large, predicted_large) = loss_peak(loss, V), loss_peak(loss, 2 * V)
         growth[loss] = large - small, predicted_large - predicted_small
     assert growth["cce"][0] < 0.1 * buffer
-    assert growth["cce"][0] == pytest.approx(growth["cce"][1], abs=0.1 * buffer)
+    if DEVICE.type == "cpu":  # a GPU's workspace hides what so small a D adds
+        assert growth["cce"][0] == pytest.approx(growth["cce"][1], rel=0.1)
     # Watched by LiveBytes, autograd adds in a buffer of its own: four where the prediction and a GPU have three.
     assert 2.9 * buffer < growth["reference"][0] < 4.2 * buffer and growth["reference"][1] > 2.9 * buffer
 

@@ -14,12 +14,14 @@ What it shows
 
 What stays the same whatever the number of processes
     --batch counts the sequences of one optimizer step over ALL processes and micro-batches. Sequence i of step s is
-    number s * batch + i of a shuffled order that depends on --seed alone, so --gpus and --accum only cut the same step
-    into parts: the losses agree to rounding, and the position in the data is the step number.
+    number s * batch + i of a shuffled order that depends on --seed alone, so with the same --batch, --gpus and --accum
+    only cut the same step into parts: the losses agree to rounding. The position in the data is the step number.
+    (Without --batch, a GPU run takes up to 64 sequences a process, so there two GPUs take larger steps than one.)
 
 Defaults come from --preset, and that from the device. Checkpoints restore the flags they were made with, except those
-that belong to one launch (--device, --gpus, --log, --sample); a flag given beside --resume wins. A resumed run ends
-with the weights of one that was never stopped, bit for bit on one CPU process, and on one GPU with --deterministic.
+that belong to one launch (--device, --gpus, --log, --sample). A flag given beside --resume wins, unless it would change
+the model, which is refused. A resumed run ends with the weights of one that was never stopped, bit for bit on one CPU
+process, and on one GPU with --deterministic.
 """
 
 import argparse
@@ -174,6 +176,8 @@ def load_data(args, packages):
         bytes_per_token, origin = text.bytes_per_token, text.origin
     else:
         names = expand(args.data)
+        if len({Path(name).suffix for name in names}) > 1:
+            raise ValueError(f"{args.data}: names files of several kinds: use .txt or .bin, not both")
         shards = [open_shard(name, args.tokens) for name in names]
         bytes_per_token = {"bytes": 1, "bigrams": 2}[args.tokens] if has_text(args) else None
         origin = f"{len(names)} file(s) of {args.data}"
@@ -371,12 +375,14 @@ def predict_memory(config, batch, accum, args, device):
 
 
 def fitting_batch(config, world, args, device):
-    """The default of --batch on a GPU: as many sequences as fit, a power of two, at most 64 a process."""
+    """The default of --batch on a GPU: for each process a power of two, at most 64, whose micro-batches fit."""
     free = torch.cuda.mem_get_info(device)[0]
     per_process = 64
-    while per_process > 1 and predict_memory(config, per_process, 1, args, device)[1] > 0.85 * free:
+    while per_process > args.accum and (
+        predict_memory(config, per_process // args.accum, args.accum, args, device)[1] > 0.85 * free
+    ):
         per_process //= 2
-    return world.smallest(per_process, device) * world.size * args.accum
+    return world.smallest(per_process, device) * world.size
 
 
 def check_batch(args, processes):
@@ -466,10 +472,13 @@ def restore(path, model, optimizer):
 def set_aside(out):
     """A fresh run into a directory that holds checkpoints moves them away first: nothing is lost."""
     if checkpoint_files(out):
-        number = next(i for i in range(1, 10**6) if not Path(f"{out}.{i}").exists())
-        Path(out).rename(f"{out}.{number}")
-        size = sum(f.stat().st_size for f in Path(f"{out}.{number}").iterdir()) / MIB
-        print(f"kept the earlier run of {out} as {out}.{number} ({size:.0f} MiB; delete it when you do not need it)")
+        home = Path(out).resolve()
+        aside = next(p for i in range(1, 10**6) if not (p := home.with_name(f"{home.name}.{i}")).exists())
+        aside.mkdir()
+        for file in [*home.glob("step_*"), *home.glob("*.jsonl")]:
+            file.rename(aside / file.name)
+        size = sum(file.stat().st_size for file in aside.iterdir()) / MIB
+        print(f"kept the earlier run of {out} in {aside.name} ({size:.0f} MiB; delete it when you do not need it)")
 
 
 # ==== 5. The run ======================================================================================================
@@ -503,8 +512,11 @@ class Log:
             path = Path(args.log)
             kept = []  # a resumed run repeats the steps after its checkpoint: their old rows go, and a torn one
             for row in path.read_text().splitlines(True) if args.resume and path.exists() else ():
-                if not row.endswith("\n") or json.loads(row)["step"] > start:
-                    break
+                try:
+                    if not row.endswith("\n") or json.loads(row)["step"] > start:
+                        break
+                except (ValueError, KeyError, TypeError):
+                    raise ValueError(f"--log {path}: holds other rows than this program's: name another") from None
                 kept.append(row)
             path.parent.mkdir(parents=True, exist_ok=True)
             base.replace_atomically(path, "".join(kept).encode())
@@ -534,7 +546,7 @@ def describe_run(config, data, world, args, device, start):
     """What a reader wants to know before step 0, from formulas alone."""
     micro = args.batch // (world.size * args.accum)
     tokens = args.batch * args.seq
-    epochs = (args.steps - start) * args.batch / len(data.train)
+    epochs = max(0, args.steps - start) * args.batch / len(data.train)
     size, held = (sum(s.nbytes for s in part.shards) / MIB for part in (data.train, data.val))
     parts, peak = predict_memory(config, micro, args.accum, args, device)
     yield base.describe_device(device) + (f" | {world.size} processes" if world.size > 1 else "")
@@ -615,7 +627,14 @@ def train(model, optimizer, data, config, world, args, device, start, stop):
         loss = validate(model, data, world, args, device)
         bpb = "" if bits is None else f"  bpb {per_byte(loss):.4f}"
         log.say(f"step {step}/{args.steps}  validation loss {loss:.4f}{bpb}")
-        log.row(step=step, val_loss=loss, val_bpb=per_byte(loss))
+        if math.isfinite(loss):  # NaN is no JSON
+            log.row(step=step, val_loss=loss, val_bpb=per_byte(loss))
+        return loss
+
+    def diverged(step, what):
+        last = "no checkpoint yet" if saved is None else f"the last good checkpoint is step {saved} in {args.out}"
+        log.say(f"step {step}: {what}: stopped, {last}; try a lower --lr or a --clip")
+        return 1
 
     def save(step):
         nonlocal saved
@@ -643,9 +662,7 @@ def train(model, optimizer, data, config, world, args, device, start, stop):
         (loss, stopped), norm = totals.tolist(), norm.item()  # the step's one wait for the device
         done = step + 1
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            last = "no checkpoint yet" if saved is None else f"the last good checkpoint is step {saved} in {args.out}"
-            log.say(f"step {done}: loss {loss}, gradient norm {norm}: stopped, {last}; try a lower --lr or a --clip")
-            return 1
+            return diverged(done, f"loss {loss}, gradient norm {norm}")
         spent, since = spent + time.perf_counter() - began, since + 1
         tok_s = since * args.batch * args.seq / spent
         mfu = None if peak_flops is None else tok_s * config.flops_per_token() / (peak_flops * world.size)
@@ -661,13 +678,17 @@ def train(model, optimizer, data, config, world, args, device, start, stop):
                 peak_mib=None if math.isnan(peak) else peak, seconds=time.perf_counter() - began)
         if done % args.log_every == 0:
             spent, since = 0.0, 0
+        evaluate = done == args.steps or args.eval_every and done % args.eval_every == 0
+        keep = done == args.steps or args.save_every and done % args.save_every == 0
+        if (stopped or keep) and not all(p.isfinite().all() for p in model.parameters()):
+            return diverged(done, "the update left weights that are not finite")
         if stopped:
             save(done)
             log.say(f"stopped after step {done}; go on with: {resume_command(args, world)}")
             return 128 + (stop.number or signal.SIGTERM)
-        if done == args.steps or args.eval_every and done % args.eval_every == 0:
-            validation(done)
-        if done == args.steps or args.save_every and done % args.save_every == 0:
+        if evaluate and not math.isfinite(loss := validation(done)):
+            return diverged(done, f"validation loss {loss}")
+        if keep:
             save(done)
     if start < args.steps:
         log.say(f"saved   {args.out}, step {args.steps}")
@@ -680,8 +701,13 @@ NOT_SAVED = ("resume", "out", "sample", "gpus", "device", "log", "checkpoint", "
              "why_dtype", "why_loss")
 
 
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        self.exit(2, f"train.py: {message} (--help lists the flags)\n")
+
+
 def make_parser():
-    p = argparse.ArgumentParser(description="Train a small GPT through cut cross-entropy.", allow_abbrev=False)
+    p = Parser(description="Train a small GPT through cut cross-entropy.", allow_abbrev=False)
     add = p.add_argument
     add("--preset", choices=list(PRESETS), help="model size and schedule (default: gpt2-small on a GPU, else cpu)")
     for name in ("layers", "dim", "heads", "seq", "batch", "steps"):
@@ -780,13 +806,15 @@ def parse(argv):
 
 def choose_dtype(args):
     """(dtype, reason)."""
+    if args.device == "cpu" and args.dtype is None:
+        return "fp32", "fastest on most CPUs"
     if args.device == "cpu":
-        return ("bf16", "as asked") if args.dtype == "bf16" else ("fp32", "fastest on most CPUs")
+        return args.dtype, "as asked, or in the checkpoint"
     has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
     if args.dtype == "bf16" and not has_bf16:
         raise ValueError(f"--dtype bf16: {torch.cuda.get_device_name()} has none (Ampere and later do): use fp32")
     if args.dtype:
-        return args.dtype, "as in the checkpoint" if args.resume else "as asked"
+        return args.dtype, "as asked, or in the checkpoint"
     if has_bf16:
         return "bf16", "this GPU has it; master weights, norms and sums in fp32"
     return "fp32", f"{torch.cuda.get_device_name()} is older than bf16"
@@ -848,7 +876,9 @@ def launch(argv):
 
 
 def main(argv=None):
-    """The program; returns its exit status: 0, 1 (non-finite loss), 2 (bad input), 128 + signal (stopped, saved)."""
+    """The program; returns its exit status: 0, 1 (diverged), 2 (bad input), 128 + signal (saved, if training)."""
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a sample may hold what the terminal's encoding lacks
     try:
         return guarded(launch, argv)
     except KeyboardInterrupt:
