@@ -358,6 +358,7 @@ def test_two_processes_twin(tiny, text, tmp_path):
     one = tiny("--device", "cpu", out="a")
     argv = [*TINY, "--data", text, "--preset", "cpu", "--out", tmp_path / "b", "--log", tmp_path / "b.jsonl"]
     args = train.parse([str(a) for a in (*argv, "--device", "cpu", "--gpus", 2)])
+    (tmp_path / "b").mkdir()  # launch() would have
     base.spawn(run_without_all_reduce, 2, "cpu", (args,))
     rows = [json.loads(line) for line in (tmp_path / "b.jsonl").read_text().splitlines()]
     assert losses(rows) != pytest.approx(losses(one[1]), rel=1e-5)

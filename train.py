@@ -613,7 +613,6 @@ def train(model, optimizer, data, config, world, args, device, start, stop):
     """Steps start ... --steps; 0, 1 on a non-finite loss, 128 + signal when asked to stop."""
     if start == 0 and world.main:
         set_aside(args.out)
-    Path(args.out).mkdir(parents=True, exist_ok=True)
     log = Log(args, world.main, start)
     for text in describe_run(config, data, world, args, device, start):
         log.say(text)
