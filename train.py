@@ -9,8 +9,9 @@
 
 What it shows
     The model ends in embeddings E (N, D). Its loss goes through 02's cut cross-entropy, so the (N, V) logits of the
-    last layer never exist: doubling the vocabulary costs parameters, not activations. --loss reference switches to the
-    materialised loss for comparison.
+    last layer never exist: doubling the vocabulary costs parameters, not activations. --loss cce-filter leaves out what
+    03 would leave out of dE (dC stays exact: this is pretraining, and a filtered dC starves the rows of rare tokens);
+    --loss reference switches to the materialised loss for comparison.
 
 What stays the same whatever the number of processes
     --batch counts the sequences of one optimizer step over ALL processes and micro-batches. Sequence i of step s is
@@ -26,6 +27,7 @@ process, and on one GPU with --deterministic.
 
 import argparse
 import dataclasses
+import functools
 import glob
 import hashlib
 import importlib
@@ -47,6 +49,7 @@ import torch.distributed as dist
 
 base = importlib.import_module("01_logits_memory")
 cce = importlib.import_module("02_cce_kernel")
+filtering = importlib.import_module("03_grad_filter_sort")
 MIB = base.MIB
 
 # batch None: the largest power of two, up to 64 sequences a process, whose predicted memory fits what is free.
@@ -263,14 +266,37 @@ class World:
             dist.barrier()
 
 
-LOSSES = {"cce": cce.linear_cross_entropy, "reference": base.linear_cross_entropy_reference}
+LOSSES = {
+    "cce-exact": cce.linear_cross_entropy,
+    "cce-filter": functools.partial(filtering.linear_cross_entropy, gradient="filter", filter="dE"),
+    "reference": base.linear_cross_entropy_reference,
+}
+# What the cut losses may take on a GPU beyond dE and dC. A few per cent of a step's memory; with it the gradient goes
+# over tokens and saves a matrix pass. On a CPU (None) their blocks are as large as its cache.
+LOSS_WORKSPACE = {"cuda": 1024 * MIB, "cpu": None}
 
 
 def loss_sum(model, x, y, args):
     """Summed loss of the tokens y (B, T), predicted from x (B, T)."""
     with torch.autocast(x.device.type, torch.bfloat16, enabled=args.dtype == "bf16"):
         E = model(x)  # (B, T, D)
-        return LOSSES[args.loss](E, model.classifier, y, reduction="sum")
+        options = {} if args.loss == "reference" else dict(workspace=LOSS_WORKSPACE[x.device.type])
+        return LOSSES[args.loss](E, model.classifier, y, reduction="sum", **options)
+
+
+def cut_dtype(args):
+    return torch.bfloat16 if args.dtype == "bf16" else torch.float32
+
+
+def loss_plan(N, V, D, args, device):
+    """02's plan for the exact gradient of one micro-batch."""
+    dtype = cut_dtype(args)
+    kernels = device.type == "cuda" and base.HAS_TRITON and not base.INTERPRETED
+    fetched = kernels and dtype == torch.bfloat16 and D % 8 == 0 and cce.is_hopper(device)
+    return cce.gradient_plan(
+        N, V, D, device, dtype, LOSS_WORKSPACE[device.type], tokens=fetched or not kernels,
+        backend="triton" if kernels else "torch",
+    )
 
 
 def share(count, world, accum, micro):
@@ -360,12 +386,14 @@ def predict_memory(config, batch, accum, args, device):
     N, V, D = batch * config.seq, config.vocab, config.dim
     cuda, autocast = device.type == "cuda", args.dtype == "bf16"
     P = 4 * config.parameters()
-    if args.loss == "cce":
-        dtype = torch.bfloat16 if autocast else torch.float32
-        loss = cce.backward_bytes(N, V, D, device, dtype) if cuda else 4 * (V + N) * D + 4 * cce.CPU_BLOCK
-        loss += 2 * (N + V) * D if autocast else 0  # E and C in bf16
-    else:
+    if args.loss == "reference":
         loss = base.reference_bytes(N, V, D, 4)
+    else:
+        dtype = cut_dtype(args)
+        beyond = loss_plan(N, V, D, args, device).beyond
+        if args.loss == "cce-filter":
+            beyond = filtering.filter_bytes(N, V, D, device, dtype, LOSS_WORKSPACE[device.type])
+        loss = dtype.itemsize * (N + V) * D + beyond + (2 * (N + V) * D if autocast else 0)  # and E, C in bf16
     parts = dict(parameters=P, gradients=P, optimizer=2 * P)
     parts |= dict(activations=base.activation_bytes(config, N, autocast, fused_norm=cuda), loss=loss)
     # The peak is either in the loss's backward, where activations are complete and gradients (unless micro-batches
@@ -549,13 +577,16 @@ def describe_run(config, data, world, args, device, start):
     epochs = max(0, args.steps - start) * args.batch / len(data.train)
     size, held = (sum(s.nbytes for s in part.shards) / MIB for part in (data.train, data.val))
     parts, peak = predict_memory(config, micro, args.accum, args, device)
+    plan = loss_plan(micro * args.seq, config.vocab, args.dim, args, device)
+    how = {"cce-exact": f", gradient over {plan.order}, {plan.passes} matrix passes, {plan.block} at a time",
+           "cce-filter": f", dE without tiles of mass below {filtering.default_eps('mass', cut_dtype(args)):.1e}"}
     yield base.describe_device(device) + (f" | {world.size} processes" if world.size > 1 else "")
     yield f"data    {data.origin}: {size:.1f} MiB to train, {held:.2f} to validate"
     yield f"        {epochs:.2f} epochs, hash {data.digest}"
     yield f"model   {config.parameters() / 1e6:.1f} M parameters: {args.layers} layers, width {args.dim}, " + (
         f"{args.heads} heads, vocabulary {config.vocab}, {config.flops_per_token() / 1e6:.1f} MFLOP a token"
     )
-    yield f"        {args.dtype} ({args.why_dtype}), loss {args.loss} ({args.why_loss})"
+    yield f"        {args.dtype} ({args.why_dtype}), loss {args.loss} ({args.why_loss}{how.get(args.loss, '')})"
     yield f"step    {tokens:,} tokens = {args.batch} sequences of {args.seq} = " + (
         f"{world.size} process(es) x {args.accum} micro-batch(es) x {micro}"
     )
@@ -716,7 +747,8 @@ def make_parser():
     add("--lr", type=float, help="peak learning rate (from the preset)")
     add("--clip", type=float, default=1.0, help="largest gradient norm; 0: do not clip (1.0)")
     add("--dtype", choices=("bf16", "fp32"), help="of the matrix products (bf16 where the GPU has it, else fp32)")
-    add("--loss", choices=list(LOSSES), default="cce", help="cut cross-entropy, or materialised logits (cce)")
+    add("--loss", choices=list(LOSSES), default="cce-exact",
+        help="cut cross-entropy, with a filtered dE, or materialised logits (cce-exact)")
     add("--tokens", choices=("bytes", "bigrams"), help="what a token of text is (from the preset)")
     add("--data", help="file or quoted glob of .txt or .bin shards (default: Python source on this machine)")
     add("--val", help="the same for validation (default: the last 1%% of --data)")
@@ -796,7 +828,7 @@ def parse(argv):
         raise ValueError("--steps 0: nothing to train, and no text to sample: raise --steps")
     args.dtype, args.why_dtype = choose_dtype(args)
     args.why_loss = "materialised logits"
-    if args.loss == "cce":
+    if args.loss != "reference":
         args.why_loss = "blocked PyTorch" if args.device == "cpu" or base.INTERPRETED else "Triton kernels"
         if not base.HAS_TRITON:
             args.why_loss = "blocked PyTorch: Triton is not installed"

@@ -1,0 +1,885 @@
+"""03 - Gradient filtering and vocabulary sorting: most of a trained softmax is too small to matter.
+
+The problem in one number
+    A trained model gives one word in a thousand a probability above 2^-12. 02 remakes all N x V logits in backward and
+    puts all of them through two matrix products. On N = 8192, V = 256,000, D = 2304, with the vocabulary sorted, more
+    than half of the 128 x 256 tiles hold nothing but smaller entries: leaving them out saves a third of the time.
+
+The maths                                          p[n, v] = exp(E[n] . C[v] - lse[n]), G = p - onehot, eps a threshold
+    rule "element" (the paper's)   drop a tile if every |G| in it is below eps
+    rule "mass" (ours)             drop a tile if every row's sum of p over it is below eps, and it holds no target
+  The paper has to make a tile to learn that it may be dropped. A row's mass in tile t is exp(partial[t, n] - lse[n]),
+  and the forward pass of 02 has just written partial: the second rule costs nothing, and a dropped tile is never made
+  again. It also comes with a bound: of a row's probability at most (tiles dropped) * eps is lost. Both rules keep every
+  tile with a target: its entry p - 1 is the signal.
+  Small entries are scattered over all tiles unless the vocabulary is sorted. The order is that of the average logit,
+    mean_n E[n] . C[v] = (mean_n E[n]) . C[v]
+  one matrix-vector product. Only indices are sorted: a slice of C is gathered when its turn comes, C is never copied.
+
+What is lost
+    A dropped entry is invisible to bf16 beside a large one, but a quarter of a million of them may sum to a tenth of
+    the gradient: with fp32 sums nothing forces us to drop them. The filter is an approximation. Its error is printed.
+
+How to launch
+    python 03_grad_filter_sort.py                         trains a small model, shows the phenomenon, checks, measures
+    python 03_grad_filter_sort.py --checkpoint out        the phenomenon on a model of train.py
+    python 03_grad_filter_sort.py --break forget-targets  plant a bug and watch its check fail (exit status 1)
+    python 03_grad_filter_sort.py --shape 8192 128256 4096
+
+References
+    Cut Your Losses in Large-Vocabulary Language Models, arXiv 2411.09009: section 4.3 (both ideas), figure 3.
+
+Left out on purpose: filters for GPUs before Hopper (they run blocked PyTorch), orders kept from an earlier step (this
+step's own is one matrix-vector product), corrections for what was dropped.
+"""
+
+import functools
+import importlib
+import json
+import math
+import sys
+import textwrap
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch.autograd.function import once_differentiable
+
+base = importlib.import_module("01_logits_memory")
+cce = importlib.import_module("02_cce_kernel")
+INTERPRETED, MIB = base.INTERPRETED, base.MIB
+triton, tl = cce.triton, cce.tl
+
+# Rows and columns of the tiles that are kept or dropped: those in which 02's forward leaves its partial sums.
+TILE_N, TILE_V = cce.TILES["descriptors"]["BLOCK_N"], cce.TILES["descriptors"]["BLOCK_V"]
+
+
+# ==== 1. The phenomenon: probability by rank (figure 3 of the paper) ==================================================
+
+
+@torch.no_grad()
+def probability_by_rank(E, C, eps=2**-12, block=256):
+    """E (N, D), C (V, D) -> mean probability of the most probable class, the second, ... (V,), and the fraction of all
+    entries above eps."""
+    ranked, above = torch.zeros(C.shape[0], dtype=torch.float64, device=E.device), 0
+    for start, stop in cce.pieces(E.shape[0], block):
+        p = torch.softmax(cce.block_logits(E[start:stop], C, None, None), 1)  # (block, V)
+        above += (p >= eps).sum().item()
+        ranked += p.sort(1, descending=True).values.sum(0)
+    return ranked / E.shape[0], above / E.shape[0] / C.shape[0]
+
+
+def show_phenomenon(E, C, name):
+    """The curve of figure 3 as a row of numbers, and what 16 bits make of its right end."""
+    ranked, above = probability_by_rank(E, C)
+    V = C.shape[0]
+    ranks = [r for r in (1, 3, 10, 30, 100, 300, 1000, 10_000, 100_000) if r <= V]
+    print(f"softmax of {name}: {100 * above:.2f} % of its N x V entries are above 2^-12")
+    print("  rank             " + "".join(f"{r:>9,}" for r in ranks))
+    print("  mean probability " + "".join(f"{ranked[r - 1].item():9.1e}" for r in ranks))
+    small = (ranked < 2**-12).nonzero()
+    if len(small):
+        first = int(small[0])
+        print(f"  the mean is below 2^-12 from rank {first + 1:,} on; in all they hold {ranked[first:].sum():.1%}")
+    one, half = torch.tensor([2.0**-5, 2.0**-13], dtype=torch.bfloat16)
+    print(f"  bf16 keeps 8 significant bits: 2^-5 + 2^-13 == 2^-5 is {bool(one + half == one)}; in fp32 it is "
+          f"{bool(one.float() + half.float() == one.float())}")
+
+
+def small_config(device):
+    """(configuration, sequences a step, steps) for seconds of training on pairs of bytes, on a CPU of ASCII bytes."""
+    if device.type == "cuda":
+        return base.GPTConfig(256**2, 256, 4, 8, 512), 32, 200
+    return base.GPTConfig(128**2, 64, 1, 2, 64), 8, 60
+
+
+def train_small(device, loss, seed=0):
+    """Train the small model with `loss` -> E (N, D), its classifier C (V, D) and targets (N,) of the last step; over
+    the last fifth of the steps, the mean loss and the share of C's rows without any gradient."""
+    config, batch, steps = small_config(device)
+    torch.manual_seed(seed)
+    with device:
+        model = base.GPT(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3 if device.type == "cuda" else 1e-2, fused=True)
+    text, rng = base.corpus("bigrams", limit=16 * MIB).train, np.random.default_rng(seed)
+    if config.vocab == 128**2:
+        text = text[(text & 0x8080) == 0]
+        text = (text >> 8) * 128 + (text & 0x7F)
+    late = []
+    for step in range(steps):
+        starts = rng.integers(0, len(text) - config.seq - 1, batch)
+        windows = np.stack([text[s : s + config.seq + 1] for s in starts]).astype(np.int64)
+        tokens = torch.from_numpy(windows).to(device)  # (B, T + 1)
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            E = model(tokens[:, :-1]).flatten(0, 1)  # (N, D)
+            value = loss(E, model.classifier, tokens[:, 1:].flatten())
+        value.backward()
+        if step >= 0.8 * steps:
+            without = (model.classifier.grad == 0).all(1).float().mean()
+            late.append(torch.stack((value.detach(), without)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return E.detach(), model.classifier.detach(), tokens[:, 1:].flatten(), *torch.stack(late).mean(0).tolist()
+
+
+def load_checkpoint(folder, device):
+    """E (N, D) on validation text and the classifier (V, D) of train.py's newest checkpoint in `folder`."""
+    files = sorted(Path(folder).glob("step_*.json"), key=lambda file: int(file.stem[5:]))
+    if not files:
+        raise ValueError(f"--checkpoint {folder}: no step_*.json there: pass the --out directory of a train.py run")
+    flags = json.loads(files[-1].read_text())["flags"]
+    if flags.get("data"):
+        raise ValueError(f"--checkpoint {folder}: trained on {flags['data']}: pass a model of the built-in corpus")
+    model = base.GPT(base.GPTConfig(*(flags[name] for name in ("vocab", "seq", "layers", "heads", "dim"))))
+    model.load_state_dict(torch.load(files[-1].with_suffix(".pt"), map_location="cpu", weights_only=True)["model"])
+    text = base.corpus(flags["tokens"], limit=16 * MIB).val
+    count = min(4096 // flags["seq"] + 1, len(text) // flags["seq"])
+    tokens = torch.from_numpy(text[: count * flags["seq"]].astype(np.int64)).view(count, flags["seq"]).to(device)
+    with torch.no_grad():
+        return model.to(device)(tokens).flatten(0, 1), model.classifier.detach(), files[-1].stem
+
+
+# ==== 2. The cost model ===============================================================================================
+
+# In matrix passes of 2 N V D FLOP, k the share of tiles that are kept:
+#   exact (02, over the vocabulary)   1 forward + 1 logits again + 2 products
+#   rule "element"                    1 forward + 1 logits again + 2 k
+#   rule "mass"                       1 forward + k + 2 k
+# and each pass over a sorted vocabulary gathers C: 2 V D bytes read and written, a twentieth of a pass at D = 2304.
+
+
+def slice_width(N, D, device, dtype, workspace=None):
+    """Columns of a slice: what the workspace leaves beside dE's fp32 sum, for G (N, W), the gathered rows of C (W, D)
+    and their dC (W, D). fp16 makes that dC in fp32. On a CPU, a cache's worth."""
+    if torch.device(device).type == "cpu" and workspace is None:
+        columns = cce.CPU_BLOCK // max(N, 1)
+    else:
+        b = dtype.itemsize
+        column = max(b, 2) * N + b * D + (4 if dtype == torch.float16 else b) * D
+        columns = ((cce.WORKSPACE if workspace is None else workspace) - (4 * N * D if b == 2 else 0)) // column
+    return max(4 * TILE_V, columns // TILE_V * TILE_V)
+
+
+def filter_bytes(N, V, D, device, dtype, workspace=None):
+    """Peak of loss and gradients beyond dE and dC: the order, dE's fp32 sum, and the buffers of a slice (on a CPU, its
+    logits in fp32 and a copy on the way to G)."""
+    b, W = dtype.itemsize, min(V, slice_width(N, D, device, dtype, workspace))
+    G = 2 * 4 if torch.device(device).type == "cpu" else b
+    return 8 * V + (4 * N * D if b == 2 else 0) + G * N * W + b * W * D + (4 if dtype == torch.float16 else b) * W * D
+
+
+def default_eps(rule, dtype):
+    """The paper's threshold for an element, finfo.eps / 32, 2^-12 for bf16; for the mass of a tile twice that, which at
+    the shapes measured here makes about the error of the paper's filter."""
+    return torch.finfo(dtype).eps / 32 * (2 if rule == "mass" else 1)
+
+
+# ==== 3. Sorting: an order for the vocabulary, and slices of C in that order ==========================================
+
+
+def vocabulary_order(E, C, bias=None, counted=None):
+    """Classes (V,) by falling average logit over the counted rows of E (N, D); ties keep their order. The average of a
+    product with C is the product of the average: no logits are needed, where the paper gathers them in its forward.
+    (A softcap is monotone and hardly changes an order: it is left out.)"""
+    sums = torch.promote_types(E.dtype, torch.float32)
+    narrow = E.dtype if E.is_cuda else sums  # what cce.add_to multiplies without a copy of C
+    counted = torch.ones(E.shape[0], dtype=torch.bool, device=E.device) if counted is None else counted
+    weights = base.token_weights(counted).unsqueeze(0)  # (1, N)
+    mean = cce.add_to(torch.zeros(1, E.shape[1], dtype=sums, device=E.device), weights.to(narrow), E)  # (1, D)
+    logits = torch.zeros(C.shape[0], dtype=sums, device=C.device) if bias is None else bias.to(sums, copy=True)  # (V,)
+    for start, stop in cce.pieces(C.shape[0], 2**16):
+        cce.add_to(logits[None, start:stop], mean.to(narrow), C[start:stop].T)
+    return torch.sort(logits, descending=True, stable=True).indices
+
+
+def slices(C, bias, order, width):
+    """Yield (start, stop, rows of C (W, D), of bias (W,)) in the given order of the vocabulary (None: its own). One
+    buffer takes the gathered rows of each slice in turn."""
+    buffer = None if order is None else torch.empty(min(width, C.shape[0]), C.shape[1], dtype=C.dtype, device=C.device)
+    for start, stop in cce.pieces(C.shape[0], width):
+        part = slice(start, stop)
+        if order is None:
+            yield start, stop, C[part], None if bias is None else bias[part]
+        else:
+            rows = torch.index_select(C, 0, order[part], out=buffer[: stop - start])
+            yield start, stop, rows, None if bias is None else bias[order[part]]
+
+
+# ==== 4. The two rules, in plain PyTorch ==============================================================================
+
+
+def blocks_of_rows(values, fill):
+    """(T, N) -> (row tiles, T, TILE_N): rows in tiles of TILE_N, the last one filled up."""
+    T, N = values.shape
+    padded = torch.nn.functional.pad(values, (0, -N % TILE_N), value=fill)
+    return padded.view(T, padded.shape[1] // TILE_N, TILE_N).transpose(0, 1)
+
+
+def target_tiles(position, V):
+    """position (N,) of each row's target in the order of the vocabulary, -1 for none -> (row tiles, tiles) bool."""
+    row_tiles, tiles = -(-len(position) // TILE_N), -(-V // TILE_V)
+    row_tile = torch.arange(len(position), device=position.device) // TILE_N
+    held = torch.zeros(row_tiles * tiles + 1, dtype=torch.bool, device=position.device)
+    nowhere = row_tiles * tiles
+    held[torch.where(position >= 0, row_tile * tiles + position // TILE_V, nowhere)] = True
+    return held[:-1].view(row_tiles, tiles)
+
+
+def rows_reach(log_values, lse, counted, eps):
+    """log_values (T, N): does any counted row of a tile reach eps? (row tiles, T) bool."""
+    reach = (log_values - lse >= math.log(eps)) & counted  # (T, N)
+    return blocks_of_rows(reach, False).any(2)
+
+
+class FilterStats:
+    """What a filter did, on the device (reading it waits for the GPU). Rule "element" fills it in during backward.
+
+    keep (row tiles, tiles) bool, rows in tiles of TILE_N, the vocabulary in the order used, in tiles of TILE_V; eps;
+    dropped (N,) the probability that each row lost; bound (N,) what the rule guarantees for it."""
+
+    keep = dropped = bound = None
+
+    def __init__(self, rule, eps):
+        self.rule, self.eps = rule, eps
+
+    def fill(self, keep, partial, lse, counted):
+        """keep (row tiles, tiles), partial (tiles, N), lse (N,), counted (N,): others have no gradient to lose."""
+        gone = ~keep.repeat_interleave(TILE_N, 0)[: len(lse)] & counted.unsqueeze(1)  # (N, tiles)
+        self.keep, self.dropped = keep, ((partial - lse).exp_().T * gone).sum(1)
+        self.bound = gone.sum(1) * self.eps * (TILE_V if self.rule == "element" else 1)
+
+    def __str__(self):
+        kept = 100 * self.keep.float().mean().item()
+        return f"{kept:.1f} % of {self.keep.numel():,} tiles kept, {self.dropped.mean():.4f} of the probability lost"
+
+
+# ==== 5. Kernels: make the listed tiles of G, multiply with the listed tiles ==========================================
+
+PRODUCT = dict(BLOCK_M=128, BLOCK_W=128, BLOCK_K=64, num_warps=4, num_stages=3)  # two programs fit a multiprocessor
+if INTERPRETED:
+    PRODUCT = dict(BLOCK_M=32, BLOCK_W=32, BLOCK_K=32)
+
+fetched_logits, tile_softmax, tile_gradient, dot = cce.fetched_logits, cce.tile_softmax, cce.tile_gradient, cce.dot
+tile_at, mask_tail = cce.tile_at, cce.mask_tail
+
+
+@triton.jit
+def listed_gradient_kernel(
+    E, C, G, bias, targets, lse, g_softmax, g_target, threshold, tiles, count, keep, N, V, D, softcap,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, DECIDE: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
+):
+    """02's persistent_gradient_kernel for the first `count` of the listed tiles. How many there are is read from the
+    device: the host never waits. DECIDE: the paper's rule; keep[tile] = some p >= its row's threshold, or a target."""
+    row_tiles, col_tiles = tl.cdiv(N, BLOCK_N), tl.cdiv(V, BLOCK_V)
+    for i in tl.range(tl.program_id(0), tl.load(count), tl.num_programs(0), flatten=True):
+        row_tile, col_tile = tile_at(tl.load(tiles + i), row_tiles, col_tiles)
+        row, col = row_tile * BLOCK_N, col_tile * BLOCK_V
+        logits = fetched_logits(
+            E, C, bias, row, col, V, D, softcap, HAS_BIAS, HAS_SOFTCAP, BLOCK_N, BLOCK_V, BLOCK_D
+        )
+        rows, cols = row + tl.arange(0, BLOCK_N), col + tl.arange(0, BLOCK_V)
+        inside = rows < N
+        row_lse, x = tl.load(lse + rows, mask=inside, other=0.0), tl.load(targets + rows, mask=inside, other=-1)
+        if DECIDE:
+            logits = mask_tail(logits, cols, V)
+        softmax = tile_softmax(logits, row_lse)
+        if DECIDE:
+            reach = softmax >= tl.load(threshold + rows, mask=inside, other=float("inf"))[:, None]
+            hits = tl.sum(tl.sum((reach | (cols[None, :] == x[:, None])).to(tl.int32), 1), 0)
+            tl.store(keep + row_tile * col_tiles + col_tile, hits)
+        g = tile_gradient(
+            softmax, logits, x, cols, tl.load(g_softmax + rows, mask=inside, other=0.0),
+            tl.load(g_target + rows, mask=inside, other=0.0), softcap, HAS_SOFTCAP,
+        )
+        G.store([row, col], g.to(G.dtype))
+
+
+@triton.jit
+def listed_product_kernel(
+    A, B, out, lists, counts, D, length, ADD: tl.constexpr, TRANSPOSED: tl.constexpr, K_TILE: tl.constexpr,
+    BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_K: tl.constexpr,
+):
+    """A block (BLOCK_M, BLOCK_W) of A @ B, the sum over K running over the listed tiles only: tile lists[o, i] stands
+    for K_TILE columns of A (TRANSPOSED: rows) and as many rows of B. BLOCKS blocks of rows share a list o."""
+    across = tl.cdiv(D, BLOCK_W)
+    row, col = tl.program_id(0) // across, (tl.program_id(0) % across) * BLOCK_W
+    owner = row // BLOCKS
+    row *= BLOCK_M
+    acc = tl.zeros((BLOCK_M, BLOCK_W), tl.float32)
+    for step in range(0, tl.load(counts + owner) * (K_TILE // BLOCK_K)):
+        tile = tl.load(lists + owner * length + step // (K_TILE // BLOCK_K))
+        k = tile * K_TILE + step % (K_TILE // BLOCK_K) * BLOCK_K
+        if TRANSPOSED:
+            a = tl.trans(A.load([k, row]))  # (BLOCK_M, BLOCK_K)
+        else:
+            a = A.load([row, k])
+        acc = dot(a, B.load([k, col]), acc)
+    if ADD:
+        acc += out.load([row, col])
+    out.store([row, col], acc.to(out.dtype))
+
+
+def kept_first(keep):
+    """keep (A, B) bool -> the indices of the kept of each row first, in order, (A, B) int32, and their count (A,)."""
+    return torch.sort(keep.byte(), dim=1, descending=True, stable=True).indices.int(), keep.sum(1, dtype=torch.int32)
+
+
+def walk(row_tiles, col_tiles, device):
+    """tile_at for all tiles at once: (row tile, column tile) of each running index."""
+    index = torch.arange(row_tiles * col_tiles, device=device)
+    group, rest = index // (8 * row_tiles), index % (8 * row_tiles)
+    width = (col_tiles - 8 * group).clamp(max=8)
+    return rest // width, 8 * group + rest % width
+
+
+def descriptor(matrix, *block):
+    return cce.TensorDescriptor.from_tensor(matrix, list(block))
+
+
+def listed_gradient(G, E, C, targets, lse, g_softmax, g_target, bias, softcap, keep, threshold=None):
+    """Fill those tiles of G (N, W) that keep (row tiles, tiles) lists. With a threshold (N,) fill all tiles, and return
+    the keep that the paper's rule decides."""
+    (N, D), W, tiles = E.shape, C.shape[0], cce.TILES["descriptors"]
+    rows, cols = walk(*keep.shape, E.device)
+    decide = threshold is not None
+    listed, count = kept_first(torch.ones_like(keep[rows, cols])[None] if decide else keep[rows, cols][None])
+    hits = torch.empty(keep.shape if decide else (1, 1), dtype=torch.int32, device=E.device)
+    listed_gradient_kernel[cce.programs(E)](
+        cce.fetched(E, "BLOCK_N", "BLOCK_D"), cce.fetched(C, "BLOCK_V", "BLOCK_D"),
+        cce.fetched(G, "BLOCK_N", "BLOCK_V"), E if bias is None else bias, targets, lse, g_softmax, g_target,
+        threshold if decide else lse, listed, count, hits, N, W, D, softcap or 1.0,
+        HAS_BIAS=bias is not None, HAS_SOFTCAP=softcap is not None, DECIDE=decide, **tiles,
+    )
+    return hits > 0 if decide else keep
+
+
+def listed_product(out, A, B, keep, k_tile, add):
+    """out (M, D) = or += A @ B over the tiles that keep (tiles of M, tiles of K) lists; A (M, K), or a transposed view
+    of a (K, M) matrix. A row of tiles without any kept gives zeros."""
+    transposed = A.stride(0) == 1
+    lists, counts = kept_first(keep)
+    M, K, W = (PRODUCT[name] for name in ("BLOCK_M", "BLOCK_K", "BLOCK_W"))
+    m_tile = TILE_N + TILE_V - k_tile  # if K goes in tiles of one kind, M goes in those of the other
+    a = descriptor(A.T, K, M) if transposed else descriptor(A, M, K)
+    listed_product_kernel[(-(-out.shape[0] // M) * -(-out.shape[1] // W),)](
+        a, descriptor(B, K, W), descriptor(out, M, W), lists, counts, out.shape[1], lists.shape[1],
+        ADD=add, TRANSPOSED=transposed, K_TILE=k_tile, BLOCKS=m_tile // M, **PRODUCT,
+    )
+    return out
+
+
+# ==== 6. The API ======================================================================================================
+
+
+class Filter(NamedTuple):
+    """How to filter: the rule and its threshold, of which products ("both", "dE", "none"), in which order, by which
+    kernels (fetched: Hopper's; else blocked PyTorch), in slices of how many columns; where to put the statistics."""
+
+    rule: str
+    eps: float
+    which: str
+    sort: bool
+    fetched: bool
+    width: int
+    stats: FilterStats | None
+
+
+class _FilteredCrossEntropy(torch.autograd.Function):
+    """(E, C, bias) -> lse (N,) and the target's logit (N,), both exact; their gradients filtered."""
+
+    @staticmethod
+    @cce.without_autocast
+    def forward(ctx, E, C, bias, targets, counted, softcap, how):
+        V = C.shape[0]
+        order = vocabulary_order(E, C, bias, counted) if how.sort else None  # (V,)
+        valid = counted & (targets >= 0) & (targets < V)
+        position = targets.where(valid, 0)  # (N,) of the target in that order, -1 for none
+        if how.sort:
+            position = torch.empty_like(order).scatter_(0, order, torch.arange(V, device=order.device))[position]
+        position = position.where(valid, -1)
+        partial, target_logit = [], torch.zeros_like(position, dtype=torch.promote_types(E.dtype, torch.float32))
+        for start, _, rows, part_bias in slices(C, bias, order, how.width):
+            if how.fetched:
+                partial.append(cce.tile_lse(E, rows, part_bias, softcap))
+            else:
+                logits = cce.block_logits(E, rows, part_bias, softcap)  # (N, W)
+                partial.append(torch.stack([tile.logsumexp(1) for tile in logits.split(TILE_V, 1)]))
+                target_logit += cce.gather_targets(logits, position - start)
+                del logits
+        partial = torch.cat(partial)  # (tiles, N)
+        lse, keep = cce.merge(partial), None
+        if how.fetched:
+            target_logit = cce.indexed_logits(E, C, targets.where(valid, -1), bias, softcap)
+        if how.rule == "mass":
+            keep = target_tiles(position, V) | rows_reach(partial, lse, counted, how.eps)
+            if how.stats:
+                how.stats.fill(keep, partial, lse, counted)
+        partial = partial if how.stats and how.rule == "element" else None
+        ctx.save_for_backward(E, C, bias, order, position, counted, lse, keep, partial)
+        ctx.how, ctx.softcap = how, softcap
+        return lse, target_logit
+
+    @staticmethod
+    @once_differentiable
+    @cce.without_autocast
+    def backward(ctx, grad_lse, grad_target):
+        E, C, bias, order, position, counted, lse, keep, partial = ctx.saved_tensors
+        how, softcap, decided = ctx.how, ctx.softcap, []
+        g_softmax, g_target, unit = cce.row_gradients(-grad_target, grad_lse + grad_target, E.dtype)
+        (N, D), W, sums = E.shape, min(how.width, C.shape[0]), lse.dtype
+        need_E, need_C, need_bias = ctx.needs_input_grad[:3]
+        dE = torch.zeros(N, D, dtype=sums, device=E.device) if need_E else None
+        dC, db = (torch.empty_like(t) if need else None for t, need in ((C, need_C), (bias, need_bias)))
+        # fp16 products are in units and may need more range than fp16 has: their rows of dC are first made in fp32.
+        narrow = how.fetched and C.dtype != torch.float16 and not INTERPRETED
+        row_buffer = torch.empty(W, D, dtype=C.dtype if narrow else sums, device=C.device) if need_C else None
+        G_buffer = cce.empty_gradient(E, W) if how.fetched else None
+        for start, stop, rows, part_bias in slices(C, bias, order, how.width):
+            G = G_buffer[:, : stop - start] if how.fetched else None
+            part_keep = keep[:, start // TILE_V : -(-stop // TILE_V)] if how.rule == "mass" else None
+            row_values = position - start, lse, g_softmax, g_target
+            G, part_keep = slice_of_gradient(G, E, rows, *row_values, part_bias, softcap, counted, part_keep, how)
+            decided.append(part_keep)
+            classes = slice(start, stop) if order is None else order[start:stop]
+            filter_C, filter_E = part_keep if how.which == "both" else None, part_keep if how.which != "none" else None
+            if filter_C is not None and (need_bias or not how.fetched):
+                zero_dropped(G, filter_C)
+            if need_C:
+                out = multiply(row_buffer[: stop - start], G.T, E, filter_C, False, how)
+                dC[classes] = out.mul_(unit).to(C.dtype)
+            if need_bias:
+                db[classes] = G.sum(0, dtype=sums).mul_(unit).to(db.dtype)
+            if filter_E is not None and not how.fetched:
+                zero_dropped(G, filter_E)
+            if need_E:
+                multiply(dE, G, rows, filter_E, True, how)
+        if how.stats and how.rule == "element":
+            how.stats.fill(torch.cat(decided, 1), partial, lse, counted)
+        return None if dE is None else dE.mul_(unit).to(E.dtype), dC, db, *[None] * 4
+
+
+def slice_of_gradient(G, E, C, targets, lse, g_softmax, g_target, bias, softcap, counted, keep, how):
+    """G (N, W) of a slice C (W, D), and its tiles to keep (row tiles, tiles): given by the forward (rule "mass"), or
+    None and decided here (rule "element"). With kernels, tiles that nothing will read are not made."""
+    decide = keep is None
+    if not how.fetched:
+        logits = cce.block_logits(E, C, bias, softcap)  # (N, W)
+        if decide:
+            peaks = torch.stack([tile.amax(1) for tile in logits.split(TILE_V, 1)])  # (tiles, N)
+            here = targets.where(targets < C.shape[0], -1)
+            keep = target_tiles(here, C.shape[0]) | rows_reach(peaks, lse, counted, how.eps)
+        return cce.gradient_from_logits(logits, targets, lse, g_softmax, g_target, softcap), keep
+    every = torch.ones(-(-E.shape[0] // TILE_N), -(-C.shape[0] // TILE_V), dtype=torch.bool, device=E.device)
+    threshold = torch.full_like(lse, how.eps).where(counted, math.inf) if decide else None
+    listed = keep if how.which == "both" and not decide else every
+    decision = listed_gradient(G, E, C, targets, lse, g_softmax, g_target, bias, softcap, listed, threshold)
+    return G, decision if decide else keep
+
+
+def zero_dropped(G, keep):
+    """G (N, W), in place, 0 in the tiles that keep (row tiles, tiles) does not list."""
+    mask = keep.repeat_interleave(TILE_N, 0)[: G.shape[0]].repeat_interleave(TILE_V, 1)[:, : G.shape[1]]
+    return G.masked_fill_(~mask, 0.0)
+
+
+def multiply(out, A, B, keep, add, how):
+    """out = or += A @ B, where A is G (N, W) or G.T; by its kept tiles, if a filter applies (keep) and kernels run."""
+    if keep is None or not how.fetched:
+        return cce.add_to(out, A, B) if add else cce.set_to(out, A, B, 1)
+    if A.stride(0) == 1:
+        return listed_product(out, A, B, keep.T.contiguous(), TILE_N, add)
+    return listed_product(out, A, B, keep, TILE_V, add)
+
+
+def linear_cross_entropy(
+    E, C, targets, bias=None, *, gradient="exact", filter="both", rule="mass", filter_eps="auto", sort=True,
+    return_stats=False, ignore_index=-100, softcap=None, reduction="mean", shift=0, return_lse=False, backend="auto",
+    workspace=None, check_targets=False,
+):
+    """02's linear_cross_entropy, whose arguments mean the same, with a choice of gradient. The loss is always exact.
+
+    gradient: "exact" (02), or "filter": leave out the tiles of G, (TILE_N tokens) x (TILE_V classes), in which no row
+    matters. rule: "element", the paper's: |softmax - onehot| < filter_eps everywhere; or "mass": each row's softmax
+    sums to less than filter_eps over the tile. Tiles with a target stay; rows that are ignored (and have no gradient
+    through lse) do not count. filter_eps: "auto" is finfo.eps / 32 for "element" (bf16: 2^-12), twice that for "mass".
+    filter: which product leaves them out. "both"; "dE", which keeps dC (and the bias's gradient) exact, as pretraining
+    needs; or "none". sort: tiles are cut from the vocabulary sorted by average logit, else from its own order.
+    return_stats adds a FilterStats. Returns loss[, lse][, stats].
+
+    Kernels for 16-bit inputs on Hopper, blocked PyTorch elsewhere ("torch"), the same rule in both. Bitwise repeatable.
+    ValueError for arguments that do not fit, or that "exact" would ignore. arXiv 2411.09009, section 4.3."""
+    for name, value, known in (("gradient", gradient, ("exact", "filter")), ("filter", filter, ("both", "dE", "none")),
+                               ("rule", rule, ("mass", "element"))):
+        if value not in known:
+            raise ValueError(f"{name} is {value!r}: use {' or '.join(map(repr, known))}")
+    if filter_eps != "auto" and not 0 < filter_eps < 1:
+        raise ValueError(f"filter_eps is {filter_eps!r}: use 'auto' or a probability between 0 and 1")
+    if gradient == "exact":
+        if return_stats:
+            raise ValueError("return_stats=True describes a filter: use gradient='filter'")
+        return cce.linear_cross_entropy(
+            E, C, targets, bias, ignore_index=ignore_index, softcap=softcap, reduction=reduction, shift=shift,
+            return_lse=return_lse, backend=backend, workspace=workspace, check_targets=check_targets,
+        )
+    wish = backend
+    E, C, targets, backend = cce.checked_inputs(
+        E, C, targets, bias, ignore_index, softcap, reduction, shift, backend, workspace, check_targets
+    )
+    shape, targets = targets.shape, targets.reshape(-1)
+    E, C, bias = cce.kernel_inputs(E.reshape(-1, C.shape[1]), C, bias)
+    fetched = backend == "triton" and cce.takes_descriptors(E, C)
+    if wish == "triton" and not fetched:
+        raise ValueError(f"backend is 'triton' but E is {E.dtype}, {E.shape[1]} wide: the filter's kernels need Hopper "
+                         "and 16-bit rows of whole 16 bytes: use 'auto' or 'torch'")
+    eps = default_eps(rule, E.dtype) if filter_eps == "auto" else filter_eps
+    stats = FilterStats(rule, eps) if return_stats else None
+    width = slice_width(*E.shape, E.device, E.dtype, workspace)
+    kept = targets != ignore_index  # (N,)
+    counted = torch.ones_like(kept) if return_lse else kept  # an ignored row matters if its lse may have a gradient
+    lse, target_logit = _FilteredCrossEntropy.apply(
+        E, C, bias, targets, counted, softcap, Filter(rule, eps, filter, sort, fetched, width, stats)
+    )
+    loss = cce.loss_from(lse, target_logit, targets, C.shape[0], ignore_index, reduction, shape)
+    results = (loss, *([lse.view(shape)] if return_lse else []), *([stats] if return_stats else []))
+    return results if len(results) > 1 else loss
+
+
+# ==== 7. Checks =======================================================================================================
+
+
+def filter_backends(device, dtype, D):
+    """Where the filter runs for such inputs: blocked PyTorch anywhere, kernels if their terms are met."""
+    fits = dtype != torch.float32 and D % 8 == 0 and (INTERPRETED or cce.is_hopper(torch.device(device)))
+    return cce.backends(device) if fits else ("torch",)
+
+
+def sparse_problem(device, dtype=torch.float32, seed=0, D=40, row_tiles=3, tiles=11):
+    """A problem of a few tiles and odd ends whose softmax is like a trained model's: E, C, bias, targets. The rows of a
+    tile share a few targets, so that some tiles hold none; the bias gives the vocabulary's own order some structure."""
+    E, C, x = cce.trained_problem(row_tiles * TILE_N - 6, tiles * TILE_V - 4, D, dtype, device, seed)
+    n = torch.arange(len(x), device=device)
+    bias = torch.linspace(-2, 2, C.shape[0], device=device).requires_grad_()
+    x = x[n // TILE_N * TILE_N + n % 5]
+    x[1::TILE_N] = (8 * C[:, 0] + bias).argmin()  # a target of hardly any probability: nothing else keeps its tile
+    return E, C, bias, x.where(n % 7 != 0, -100)
+
+
+def tile_statistics(p, order, counted):
+    """Softmax p (N, V) -> per tile (row tiles, tiles) of the order: {"element": the largest probability, "mass": the
+    largest sum over the tile} of a row that counts."""
+    columns = (p * counted.unsqueeze(1))[:, order].split(TILE_V, 1)
+    by_rows = lambda values: torch.stack([v.amax(0) for v in torch.stack(values, 1).split(TILE_N)])  # noqa: E731
+    return dict(element=by_rows([c.amax(1) for c in columns]), mass=by_rows([c.sum(1) for c in columns]))
+
+
+def dense_filtered(E, C, bias, x, keep, order, which, g, h, softcap):
+    """The filter on dense logits made in the dtype of E: [loss (N,), dE, dC, dbias] for upstream gradients g (N,) of
+    the losses and h of lse, and the softmax (N, V)."""
+    logits, slope = (E @ C.T + bias.to(E.dtype)).to(torch.promote_types(E.dtype, torch.float32)), 1.0
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+        slope = 1 - (logits / softcap) ** 2
+    p, kept = logits.softmax(1), x >= 0
+    onehot = torch.nn.functional.one_hot(x.clamp(min=0), C.shape[0]) * kept.unsqueeze(1)
+    G = (((g * kept + h).unsqueeze(1) * p - g.unsqueeze(1) * onehot) * slope).to(E.dtype)  # (N, V)
+    mask = keep.repeat_interleave(TILE_N, 0)[: len(x)].repeat_interleave(TILE_V, 1)[:, : len(order)]  # in the order
+    filtered = torch.empty_like(G).index_copy_(1, order, G[:, order] * mask)
+    for_E, for_C = (filtered if which in names else G for names in (("both", "dE"), ("both",)))
+    loss = (logits.logsumexp(1) - (logits * onehot).sum(1)) * kept
+    return [loss, for_E @ C, for_C.T @ E, for_C.sum(0)], p
+
+
+def check_filter(device="cpu", dtype=torch.float32, rule="mass", which="both", sort=True, softcap=None, lse_weight=0.0,
+                 seed=0):
+    """Loss, gradients and kept tiles against the same rule on dense logits in fp64, by 02's three-way rule; two runs
+    give the same bits. The threshold drops half of the tiles without a target; some are kept only for their target."""
+    E, C, bias, x = sparse_problem(device, dtype, seed)
+    weight = torch.linspace(0.5, 1.5, len(x), device=device)
+    counted = torch.ones_like(x, dtype=torch.bool) if lse_weight else x >= 0
+    order = vocabulary_order(E, C, bias, counted) if sort else torch.arange(C.shape[0], device=device)
+    position = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=device))[x.clamp(min=0)]
+    held = torch.zeros(-(-len(x) // TILE_N), -(-len(order) // TILE_V), dtype=torch.bool, device=device)
+    for row in (x >= 0).nonzero().flatten().tolist():
+        held[row // TILE_N, position[row] // TILE_V] = True
+    exact = [t.detach().double() for t in (E, C, bias)]
+    options = order, which, weight, lse_weight, softcap
+    tiles = tile_statistics(dense_filtered(*exact, x, held, *options)[1], order, counted)[rule]
+    eps = tiles[~held].median().item()
+    for backend in filter_backends(device, dtype, E.shape[1]):
+        runs = []
+        for _ in range(2):
+            loss, *lse, stats = linear_cross_entropy(
+                E, C, x, bias, gradient="filter", rule=rule, filter=which, filter_eps=eps, sort=sort, return_stats=True,
+                reduction="none", softcap=softcap, backend=backend, return_lse=lse_weight > 0,
+            )
+            total = (loss * weight).sum() + lse_weight * sum(part.sum() for part in lse)
+            runs.append([loss.detach(), *torch.autograd.grad(total, (E, C, bias))])
+        name = f"{backend} {dtype} rule {rule}, filter {which}, sort {sort}, softcap {softcap}, lse {lse_weight}"
+        keep = held | (tiles >= eps)
+        near = (tiles / eps).log().abs() < (1e-3 if dtype == torch.float32 else 5e-2)  # rounding may decide these
+        base.require(((stats.keep == keep) | near).all().item(), f"{name}: other tiles are kept than the rule says")
+        lone = (held & (tiles < eps)).any() or not sort  # kept for a target alone; unsorted there may be none
+        base.require(lone and not keep.all(), f"{name}: {stats} tests nothing")
+        base.require((stats.dropped <= stats.bound * 1.001).all().item(), f"{name}: more is lost than the bound allows")
+        want, peer = (dense_filtered(*(t.detach().to(kind) for t in (E, C, bias)), x, stats.keep, *options)[0]
+                      for kind in (torch.float64, dtype))
+        for part, g, p, w in zip(("loss", "dE", "dC", "dbias"), runs[0], peer, want, strict=True):
+            cce.require_as_good(f"{name}: {part}", g, p, w, 2e-6 if dtype == torch.float32 else 1e-3)
+        base.require(all(map(torch.equal, *runs)), f"{name}: two runs on the same input differ")
+
+
+def check_kernels(device="cpu"):
+    """check_filter in 16 bits, where the kernels run."""
+    for rule in ("mass", "element"):
+        check_filter(device, torch.bfloat16, rule)
+
+
+def check_order(device="cpu"):
+    """The order is that of the average logit over the rows that count, and each class appears once."""
+    for dtype in (torch.float32, torch.bfloat16):
+        E, C, bias, x = (t.detach() for t in sparse_problem(device, dtype))
+        order = vocabulary_order(E, C, bias, x >= 0)
+        average = (E[x >= 0].double() @ C.double().T + bias).mean(0)[order]  # (V,)
+        base.require(torch.equal(order.sort().values, torch.arange(len(order), device=device)), "order: no permutation")
+        climb = (average - average.cummin(0).values).max().item()
+        slack = 1e-5 if dtype == torch.float32 else 2**-8 * average.abs().max().item()  # a GPU rounds the mean to bf16
+        base.require(climb <= slack, f"{dtype}: the average logit climbs by {climb:.1e} along the order")
+
+
+def check_permutation(device="cpu"):
+    """Sorted, a filter does not care how the vocabulary is numbered; unsorted, it does."""
+    E, C, bias, x = sparse_problem(device)
+    shuffle = torch.randperm(C.shape[0], generator=torch.Generator().manual_seed(1)).to(device)
+    renumbered = torch.empty_like(shuffle).scatter_(0, shuffle, torch.arange(len(shuffle), device=device))
+    x2 = renumbered[x.clamp(min=0)].where(x >= 0, -100)
+    C2, bias2 = (t.detach()[shuffle].requires_grad_() for t in (C, bias))
+    for sort in (True, False):
+        options = dict(gradient="filter", filter_eps=0.2, sort=sort, return_stats=True)
+        (loss, stats), (loss2, stats2) = (
+            linear_cross_entropy(E, c, t, b, **options) for c, t, b in ((C, x, bias), (C2, x2, bias2)))
+        dE, dC = torch.autograd.grad(loss, (E, C))
+        dE2, dC2 = torch.autograd.grad(loss2, (E, C2))
+        close = cce.error(dE2, dE) < 1e-5 and cce.error(dC2, dC[shuffle]) < 1e-5
+        changed = not (close and torch.equal(stats.keep, stats2.keep))
+        base.require(changed != sort, f"sort={sort}: renumbering {'changes' if changed else 'does not change'} it")
+
+
+def check_nothing_dropped(device="cpu"):
+    """filter="none", and a threshold that no tile is below, give 02's exact gradient."""
+    for dtype in (torch.float32, torch.bfloat16):
+        E, C, bias, x = sparse_problem(device, dtype)
+        for backend in filter_backends(device, dtype, E.shape[1]):
+            want = cce.gradients_of(cce.linear_cross_entropy, E, C, bias, x, backend=backend)
+            for options in (dict(filter="none"), dict(filter="none", sort=False), dict(filter_eps=1e-30)):
+                loss = functools.partial(linear_cross_entropy, gradient="filter", backend=backend, **options)
+                got = cce.gradients_of(loss, E, C, bias, x)
+                for g, w in zip(got, want, strict=True):
+                    limit = 1e-5 if dtype == torch.float32 else 6e-3  # both are within a rounding of bf16 of the truth
+                    base.require(cce.error(g, w) < limit, f"{backend} {dtype} {options}: not the exact gradient")
+
+
+def check_reductions(device="cpu"):
+    """mean, sum, shift and leading shapes give what "none" gives; all tokens ignored: zero."""
+    E, C, bias, x = sparse_problem(device)
+    x = x.where(x >= 0, -100)[: len(x) // 4 * 4].view(4, -1)
+    E3 = E.detach()[: x.numel()].view(*x.shape, -1).requires_grad_()
+    options = dict(gradient="filter", filter_eps=0.05, shift=1)
+    kept = x[:, 1:] >= 0
+    for reduction, weight in (("sum", kept.float()), ("mean", kept / kept.sum())):
+        want = cce.gradients_of(linear_cross_entropy, E3, C, bias, x, weight.float(), reduction="none", **options)
+        got = cce.gradients_of(linear_cross_entropy, E3, C, bias, x, reduction=reduction, **options)
+        torch.testing.assert_close(got[0], (want[0] * weight).sum(), rtol=1e-5, atol=1e-6)
+        for g, w in zip(got[1:], want[1:], strict=True):
+            torch.testing.assert_close(g, w, rtol=1e-4, atol=1e-6)
+    for value in cce.gradients_of(linear_cross_entropy, E3, C, bias, torch.full_like(x, -100), **options):
+        base.require(not value.any(), "all tokens ignored: not zero")
+
+
+def check_bad_input(device="cpu"):
+    """Each wrong argument: ValueError whose one line names it."""
+    E, C, bias, x = base.random_problem(6, 10, 4, torch.float32, device, bias=False)
+    cases = {"gradient is 'sparse'": dict(gradient="sparse"), "filter is 'dC'": dict(filter="dC"),
+             "rule is 'max'": dict(rule="max"), "filter_eps is 2": dict(filter_eps=2),
+             "return_stats": dict(gradient="exact", return_stats=True), "softcap": dict(softcap=-1.0),
+             "backend is 'triton'": dict(backend="triton"), "workspace": dict(workspace=-1)}
+    for word, options in cases.items():
+        try:
+            linear_cross_entropy(E, C, x, **{"gradient": "filter"} | options)
+        except ValueError as problem:
+            message = str(problem)
+        else:
+            message = "no error"
+        base.require(word in message and "\n" not in message, f"wrong {word}: {message}")
+
+
+CHECKS = [check_filter, check_kernels, check_order, check_permutation, check_nothing_dropped, check_reductions]
+CHECKS += [check_bad_input]
+
+# The bugs of --break.
+
+
+def _after_scaling(log_values, lse, counted, eps):
+    return blocks_of_rows((log_values - lse - math.log(len(lse)) >= math.log(eps)) & counted, False).any(2)
+
+
+def _no_targets(position, V):
+    return torch.zeros(-(-len(position) // TILE_N), -(-V // TILE_V), dtype=torch.bool, device=position.device)
+
+
+def _first_tiles(keep):
+    """The right number of tiles, but always the first."""
+    return torch.arange(keep.shape[1], device=keep.device, dtype=torch.int32).expand(keep.shape).contiguous(), \
+        keep.sum(1, dtype=torch.int32)
+
+
+def _by_row_norm(E, C, bias=None, counted=None):
+    return torch.sort(C.float().norm(dim=1), descending=True, stable=True).indices
+
+
+def _ignored_rows_count(log_values, lse, counted, eps):
+    return blocks_of_rows(log_values - lse >= math.log(eps), False).any(2)
+
+
+BREAKS = {
+    "eps-after-scaling": (check_filter, "rows_reach", _after_scaling),
+    "forget-targets": (check_filter, "target_tiles", _no_targets),
+    "ignored-rows-count": (check_filter, "rows_reach", _ignored_rows_count),
+    "wrong-order": (check_order, "vocabulary_order", _by_row_norm),
+    "never-drop": (check_filter, "zero_dropped", lambda G, keep: G),
+}
+if base.HAS_TRITON:
+    BREAKS["first-tiles"] = (check_kernels, "kept_first", _first_tiles)
+
+
+# ==== 8. Measurements =================================================================================================
+
+
+def compare_training(device):
+    """What the paper warns of: dC, filtered, leaves the classifier's rows of rare tokens where they are. Returns E, C
+    and the targets of the model that the exact gradient trained."""
+    print(f"  {'gradient':<18}{'loss at the end':>16}{'rows of C without gradient':>28}")
+
+    def train(name, **options):
+        *problem, late, without = train_small(device, functools.partial(linear_cross_entropy, **options))
+        print(f"  {name:<18}{late:16.3f}{100 * without:26.1f} %")
+        return problem
+
+    problem = train("exact")
+    for rule, which in (("element", "both"), ("element", "dE"), ("mass", "both")):
+        eps = default_eps(rule, torch.bfloat16)
+        train(f"{rule}, {which}", gradient="filter", rule=rule, filter=which, filter_eps=eps)
+    return problem
+
+
+def tiles_kept(E, C, x):
+    """Shares of tiles that each rule keeps in the vocabulary's own order, shuffled, and sorted by average logit."""
+    shuffle = torch.randperm(C.shape[0], generator=torch.Generator().manual_seed(0)).to(C.device)
+    renumbered = torch.empty_like(shuffle).scatter_(0, shuffle, torch.arange(len(shuffle), device=C.device))
+    for rule in ("element", "mass"):
+        eps, shares = default_eps(rule, torch.bfloat16), []
+        for classes, targets, sort in ((C, x, False), (C[shuffle], renumbered[x], False), (C, x, True)):
+            loss, stats = linear_cross_entropy(
+                E.detach().requires_grad_(), classes.detach(), targets, gradient="filter", rule=rule, filter_eps=eps,
+                sort=sort, return_stats=True,
+            )
+            loss.backward()  # rule "element" decides here
+            shares.append(100 * stats.keep.float().mean().item())
+        print("  {:<7} < 2^{:.0f}: {:.1f} % in its own order, {:.1f} % shuffled, {:.1f} % sorted".format(
+            rule, math.log2(eps), *shares))
+
+
+def measure(device, ledger, E, C, x, name):
+    """Tiles kept, time, memory and errors of the filters beside the exact gradient."""
+    (N, D), V, b, cuda = E.shape, C.shape[0], E.element_size(), device.type == "cuda"
+    tiles = -(-N // TILE_N) * -(-V // TILE_V)
+    print(f"{name}: N = {N}, V = {V}, D = {D}, {E.dtype}; {tiles:,} tiles of {TILE_N} x {TILE_V}")
+    tiles_kept(E, C, x)
+    E, C = (t.detach().requires_grad_() for t in (E, C))
+    want = cce.gradients_of(cce.linear_cross_entropy, *(t.detach().float().requires_grad_() for t in (E, C)), None, x,
+                            backend="torch")
+    element, mass = (functools.partial(dict, gradient="filter", rule=rule) for rule in ("element", "mass"))
+    rows = {"exact (02)": {}, "sorted, nothing dropped": mass(filter="none"),
+            "element 2^-12": element(filter_eps=2**-12),
+            "element 2^-12, only dE": element(filter_eps=2**-12, filter="dE"),
+            **{f"mass 2^-{k}": mass(filter_eps=2.0**-k) for k in (12, 11, 10)},
+            "mass 2^-11, only dE": mass(filter_eps=2**-11, filter="dE")}
+    unit = cce.one_pass(E, C) if cuda else math.nan
+    if cuda:
+        print(f"one matrix pass of 2 N V D FLOP in cuBLAS: {unit:.2f} ms")
+    titles = f"{'tiles kept':>11}{'lost p':>8}{'loss+grad ms':>17}{'passes':>8}{'beyond MiB':>11}"
+    print(f"{'':<24}{titles}  error of dE, dC")
+    beyonds = {}
+    for row, options in rows.items():
+        loss, kept = functools.partial(linear_cross_entropy, **options), ""
+
+        def both(loss=loss):
+            E.grad = C.grad = None
+            loss(E, C, x).backward()
+
+        if options:
+            value, stats = loss(E, C, x, return_stats=True)
+            value.backward()
+            kept = f"{100 * stats.keep.float().mean().item():9.1f} %{stats.dropped.mean().item():8.4f}"
+            base.require((stats.dropped <= stats.bound * 1.001).all().item(), f"{row}: lost more than the bound")
+            if row == "mass 2^-10":
+                bounded = stats.dropped.max().item(), stats.bound.max().item()
+        else:
+            both()
+        errors = cce.error(E.grad, want[1]), cce.error(C.grad, want[2])
+        times = f"{'needs a GPU':>25}"  # blocked PyTorch makes every tile and zeroes some: no time is saved
+        if cuda:
+            timing = base.bench(both, device)
+            times = f"{timing.median:8.2f} +- {timing.spread:<5.2f}{timing.median / unit:8.2f}"
+        E.grad = C.grad = None
+        beyond = base.peak_bytes(both, device) - b * (N + V) * D
+        E.grad = C.grad = None
+        beyonds[row] = beyond
+        print(f"{row:<24}{kept:<19}{times}{beyond / MIB:11.1f}  {errors[0]:.1e}, {errors[1]:.1e}")
+    filtered = filter_bytes(N, V, D, device, E.dtype) / MIB if cuda else None
+    ledger.row("mass 2^-10: beyond dE and dC", "filter_bytes", filtered, beyonds["mass 2^-10"] / MIB, band=(0.9, 1.1))
+    ledger.row("mass 2^-10: most that a row lost", "tiles dropped * eps", bounded[1] or None, bounded[0], "", (0, 1))
+    print()
+
+
+def body(device, ledger, args):
+    if args.shape and min(args.shape) < 1:
+        raise ValueError(f"--shape {args.shape}: N, V and D must be at least 1")
+    if args.checkpoint:
+        show_phenomenon(*load_checkpoint(args.checkpoint, device))
+        return
+    for check in CHECKS:
+        check(device)
+    names = ", ".join(check.__name__[6:] for check in CHECKS)
+    print(textwrap.fill(f"checks passed on backends {' and '.join(cce.backends(device))}: {names}", 110) + "\n")
+    config, batch, steps = small_config(device)
+    print(f"a model of {config.parameters() / 1e6:.1f} M parameters, {steps} steps of {batch * config.seq} tokens")
+    E, C, x = compare_training(device)
+    show_phenomenon(E, C, "the model of the exact gradient")
+    print()
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    measure(device, ledger, E.to(dtype), C.to(dtype), x, "that model")
+    shape = args.shape or (device.type == "cuda" and cce.gpu_shape())
+    if shape:
+        measure(device, ledger, *cce.trained_problem(*shape, dtype, device), "data with a Zipf law (02)")
+    else:
+        print("data with a Zipf law (02), 8192 x 256000 x 2304: needs a GPU")
+
+
+def add_arguments(parser):
+    parser.add_argument("--shape", nargs=3, type=int, metavar=("N", "V", "D"), help="shape of the measured problem")
+    parser.add_argument("--checkpoint", metavar="DIR", help="only the phenomenon, on a model that train.py saved there")
+
+
+if __name__ == "__main__":
+    sys.exit(base.run_stage(__file__, __doc__, globals(), body, "python train.py", add_arguments))
+
+
+# Exercises
+#   1. Tiles of 128 x 256 are what 02's forward leaves its partial sums in. Which shares of tiles would be kept with 64
+#      or 512 columns, and what would the products lose or gain? Predict, then change TILES["descriptors"] and measure.
+#   2. A pilot of 128 rows gives the average PROBABILITY of each class. Sort by that instead of the average logit. Where
+#      do the two orders differ, and which keeps fewer tiles?
+#   3. The dropped entries of a row sum to a known mass. Suppose they all had the same direction in C: which rank-1 term
+#      would give most of the lost gradient back, and what would it cost?
