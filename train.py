@@ -392,7 +392,7 @@ def predict_memory(config, batch, accum, args, device):
         dtype = cut_dtype(args)
         beyond = loss_plan(N, V, D, args, device).beyond
         if args.loss == "cce-filter":
-            beyond = filtering.filter_bytes(N, V, D, device, dtype, LOSS_WORKSPACE[device.type])
+            beyond = filtering.filter_bytes(N, V, D, device, dtype, LOSS_WORKSPACE[device.type], "dE")
         loss = dtype.itemsize * (N + V) * D + beyond + (2 * (N + V) * D if autocast else 0)  # and E, C in bf16
     parts = dict(parameters=P, gradients=P, optimizer=2 * P)
     parts |= dict(activations=base.activation_bytes(config, N, autocast, fused_norm=cuda), loss=loss)
