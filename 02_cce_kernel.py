@@ -409,8 +409,10 @@ def tiled_loss_and_gradients(E, C, targets):
 
 
 def kernel_inputs(E, C, *vectors):
-    """The kernels take any row stride of E and C, but read a row, and each vector, as one run of memory."""
-    return rows_contiguous(E), rows_contiguous(C), *(None if v is None else v.contiguous() for v in vectors)
+    """The kernels take any row stride of E and C, but read a row, and each vector, as one run of memory. Vectors in one
+    dtype, fp32 (or int64), so that fewer kernels have to be compiled."""
+    single = lambda v: v.float() if v.is_floating_point() else v  # noqa: E731
+    return rows_contiguous(E), rows_contiguous(C), *(None if v is None else single(v).contiguous() for v in vectors)
 
 
 def rows_contiguous(matrix):
@@ -1415,7 +1417,7 @@ def measure(device, ledger, N, V, D):
                 peaks[name, "loss"] = base.peak_bytes(forward, device)
                 times[name, "loss"] = base.bench(forward, device).median
                 row += f"{times[name, 'loss']:9.2f} {peaks[name, 'loss'] / MIB:8.1f} |"
-            timing = base.bench(both, device)
+            timing = base.bench(both, device, runs=3 if name[:2] in ("v1", "v2") else 7)  # up to a second each
             times[name, "both"] = timing.median
             E.grad = C.grad = None
             peaks[name, "both"] = base.peak_bytes(both, device)
@@ -1426,8 +1428,10 @@ def measure(device, ledger, N, V, D):
     if cuda:
         one_pass_ms = one_pass(E, C)
         print(f"one matrix pass of 2 N V D FLOP in cuBLAS: {one_pass_ms:.2f} ms. In passes, loss | loss and gradients:")
-        table = {name: [times.get((name, part), math.nan) / one_pass_ms for part in ("loss", "both")] for name in rungs}
-        print("\n".join(f"  {name:<26} {one:6.2f} | {all_:6.2f}" for name, (one, all_) in table.items()))
+        for name in rungs:
+            passes = [f"{times[name, part] / one_pass_ms:6.2f}" if (name, part) in times else f"{'':6}"
+                      for part in ("loss", "both")]
+            print(f"  {name:<26} {passes[0]} | {passes[1]}")
     print()
     mib = lambda size: size and size / MIB  # noqa: E731
     naive = peaks["materialised (01)", "both"]
@@ -1444,10 +1448,10 @@ def measure(device, ledger, N, V, D):
 
 
 def body(device, ledger, args):
-    for seed, (N, V, D) in enumerate([(70, 203, 72), (64, 256, 64), (33, 65, 130)]):
-        for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            check_equal(N, V, D, dtype, device, seed)
-            check_equal(N, V, D, dtype, device, seed, softcap=2.0)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        check_equal(70, 203, 72, dtype, device)
+    for seed, (N, V, D) in enumerate([(64, 256, 64), (33, 65, 130)]):
+        check_equal(N, V, D, torch.float32, device, seed, softcap=2.0)
         check_ladder(N, V, D, torch.float32, device, seed)
     check_plan()
     checks = [check_orders, check_fetched, check_confident, check_reductions, check_returned_lse, check_extreme_logits]

@@ -544,7 +544,7 @@ def linear_cross_entropy(
         E, C, targets, bias, ignore_index, softcap, reduction, shift, backend, workspace, check_targets
     )
     shape, targets = targets.shape, targets.reshape(-1)
-    E, C, bias = cce.kernel_inputs(E.reshape(-1, C.shape[1]), C, bias)
+    E, C = cce.kernel_inputs(E.reshape(-1, C.shape[1]), C)
     fetched = backend == "triton" and cce.takes_descriptors(E, C)
     if wish == "triton" and not fetched and E.numel():
         raise ValueError(f"backend is 'triton' but E is {E.dtype}, {E.shape[1]} wide: the filter's kernels need Hopper "
