@@ -577,9 +577,12 @@ def sparse_problem(device, dtype=torch.float32, seed=0, D=40, row_tiles=3, tiles
     E, C, x = cce.trained_problem(row_tiles * TILE_N - 6, tiles * TILE_V - 4, D, dtype, device, seed)
     n = torch.arange(len(x), device=device)
     bias = torch.linspace(-2, 2, C.shape[0], device=device).requires_grad_()
-    x = x[n // TILE_N * TILE_N + n % 5]
-    x[1::TILE_N] = (8 * C[:, 0] + bias).argmin()  # a target of hardly any probability: nothing else keeps its tile
-    return E, C, bias, x.where(n % 7 != 0, -100)
+    x, ignored = x[n // TILE_N * TILE_N + n % 5], n % 7 == 0
+    rare = (8 * C[:, 0] + bias).argsort()
+    x[1::TILE_N] = rare[0]  # a target of hardly any probability: nothing else keeps its tile
+    with torch.no_grad():  # ignored rows would keep a tile that no other row wants
+        E[ignored] = 30 * torch.nn.functional.normalize(C[rare[len(rare) // 4]], dim=0)
+    return E, C, bias, x.where(~ignored, -100)
 
 
 def tile_statistics(p, order, counted):
