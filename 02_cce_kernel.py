@@ -23,7 +23,7 @@ The ladder
     (three, and an fp32 sum as large as C); gradient_plan chooses by shape and `workspace`, and says what it chose.
 
 How to launch
-    python 02_cce_kernel.py                      checks, then memory and time; under a minute on a CPU or a GPU
+    python 02_cce_kernel.py                      checks, then memory and time; a minute on a GPU, less on a CPU
     python 02_cce_kernel.py --break no-max       plant a famous bug and watch its check fail (exit status 1)
     python 02_cce_kernel.py --shape 8192 128256 4096
 
