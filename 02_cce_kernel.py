@@ -519,7 +519,7 @@ def empty_gradient(E, columns):
 
 # ==== 5. v4, Hopper: the same two kernels, fed by the copy engine =====================================================
 
-# v3 reaches half the rate of a plain matrix product. What holds it back is not arithmetic: every thread computes
+# v3 reaches two thirds of the rate of a matrix product. What holds it back is not arithmetic: every thread computes
 # addresses, waits for its loads, and 128 x 128 tiles read each operand too often. Three changes:
 #   - tiles of 128 x 256: a third fewer bytes through shared memory for the same products;
 #   - tensor descriptors: one thread asks Hopper's copy engine (TMA) for a whole tile, which arrives in the layout that
@@ -653,9 +653,8 @@ def indexed_logits(E, C, targets, bias, softcap):
 def rescale_kernel(
     G, partial, lse, targets, target_logit, g, N, V, stride, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr
 ):
-    """In place, softmax within a tile -> g (softmax - onehot). A probability in bf16 is off by 2^-9 of it; a logit
-    in bf16 by 2^-9 |logit|, in the exponent. The target's entry, where softmax - 1 may cancel, comes from
-    fp32."""
+    """In place, softmax within a tile -> g (softmax - onehot). A probability in bf16 is off by up to 2^-8 of it, a
+    logit by up to 2^-8 |logit|, in the exponent. The target's entry, where softmax - 1 may cancel, is from fp32."""
     row_tiles = tl.cdiv(N, BLOCK_N)
     rows = (tl.program_id(0) % row_tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
     tile = tl.program_id(0) // row_tiles

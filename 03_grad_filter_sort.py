@@ -172,9 +172,9 @@ def column_bytes(N, D, dtype, which):
 def filter_bytes(N, V, D, device, dtype, workspace=None, which="both"):
     """Peak of loss and gradients beyond dE and dC, with the kernels: the order, dE's fp32 sum (beside which 16-bit dE
     comes when the slices are done), and the buffers of a slice."""
-    slices = min(V, slice_width(N, D, device, dtype, workspace, which)) * column_bytes(N, D, dtype, which)
+    buffers = min(V, slice_width(N, D, device, dtype, workspace, which)) * column_bytes(N, D, dtype, which)
     held = 4 * N * D if dtype.itemsize == 2 else 0
-    return 8 * V + max(held, slices + held // 2)
+    return 8 * V + max(held, buffers + held // 2)
 
 
 def default_eps(rule, dtype):
@@ -201,6 +201,11 @@ def vocabulary_order(E, C, bias=None, counted=None):
     return torch.sort(logits, descending=True, stable=True).indices
 
 
+def inverse(order):
+    """order (V,), a permutation of the classes -> the place of each class in it (V,)."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+
+
 def slices(C, bias, order, width):
     """Yield (start, stop, classes (W,), their rows of C (W, D), of bias (W,)), slice by slice in the order (V,). One
     buffer takes the gathered rows of each slice in turn: 2 V D bytes read and written, a twentieth of a pass."""
@@ -214,11 +219,11 @@ def slices(C, bias, order, width):
 # ==== 4. The two rules, in plain PyTorch ==============================================================================
 
 
-def blocks_of_rows(values, fill):
-    """(T, N) -> (row tiles, T, TILE_N): rows in tiles of TILE_N, the last one filled up."""
-    T, N = values.shape
-    padded = torch.nn.functional.pad(values, (0, -N % TILE_N), value=fill)
-    return padded.view(T, padded.shape[1] // TILE_N, TILE_N).transpose(0, 1)
+def any_row(flags):
+    """flags (T, N) bool -> (row tiles, T): is one set in the TILE_N rows of a tile?"""
+    T, N = flags.shape
+    padded = torch.nn.functional.pad(flags, (0, -N % TILE_N))  # with False
+    return padded.view(T, padded.shape[1] // TILE_N, TILE_N).any(2).T
 
 
 def target_tiles(position, V):
@@ -233,8 +238,7 @@ def target_tiles(position, V):
 
 def rows_reach(log_values, lse, counted, eps):
     """log_values (T, N): does any counted row of a tile reach eps? (row tiles, T) bool."""
-    reach = (log_values - lse >= math.log(eps)) & counted  # (T, N)
-    return blocks_of_rows(reach, False).any(2)
+    return any_row((log_values - lse >= math.log(eps)) & counted)
 
 
 class FilterStats:
@@ -400,11 +404,9 @@ class _FilteredCrossEntropy(torch.autograd.Function):
     @cce.without_autocast
     def forward(ctx, E, C, bias, targets, counted, softcap, how):
         V = C.shape[0]
-        own = torch.arange(V, device=C.device)
-        order = vocabulary_order(E, C, bias, counted) if how.sort else own  # (V,)
+        order = vocabulary_order(E, C, bias, counted) if how.sort else torch.arange(V, device=C.device)  # (V,)
         valid = counted & (targets >= 0) & (targets < V)
-        position = torch.empty_like(order).scatter_(0, order, own)[targets.where(valid, 0)]
-        position = position.where(valid, -1)  # (N,) of each target in the order, -1 for none
+        position = inverse(order)[targets.where(valid, 0)].where(valid, -1)  # (N,) of each target, -1 for none
         partial, target_logit = [], torch.zeros_like(position, dtype=torch.promote_types(E.dtype, torch.float32))
         for start, _, _, rows, part_bias in slices(C, bias, order, how.width):
             if how.fetched:
@@ -617,7 +619,7 @@ def check_filter(device="cpu", dtype=torch.float32, rule="mass", which="both", s
     weight = torch.linspace(0.5, 1.5, len(x), device=device)
     counted = torch.ones_like(x, dtype=torch.bool) if lse_weight else x >= 0
     order = vocabulary_order(E, C, bias, counted) if sort else torch.arange(C.shape[0], device=device)
-    position = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=device))[x.clamp(min=0)]
+    position = inverse(order)[x.clamp(min=0)]
     held = torch.zeros(-(-len(x) // TILE_N), -(-len(order) // TILE_V), dtype=torch.bool, device=device)
     for row in (x >= 0).nonzero().flatten().tolist():
         held[row // TILE_N, position[row] // TILE_V] = True
@@ -685,8 +687,7 @@ def check_permutation(device="cpu"):
     """Sorted, a filter does not care how the vocabulary is numbered; unsorted, it does."""
     E, C, bias, x = sparse_problem(device)
     shuffle = torch.randperm(C.shape[0], generator=torch.Generator().manual_seed(1)).to(device)
-    renumbered = torch.empty_like(shuffle).scatter_(0, shuffle, torch.arange(len(shuffle), device=device))
-    x2 = renumbered[x.clamp(min=0)].where(x >= 0, -100)
+    x2 = inverse(shuffle)[x.clamp(min=0)].where(x >= 0, -100)
     C2, bias2 = (t.detach()[shuffle].requires_grad_() for t in (C, bias))
     for sort in (True, False):
         options = dict(gradient="filter", filter_eps=0.2, sort=sort, return_stats=True)
@@ -755,7 +756,7 @@ CHECKS += [check_reductions, check_bad_input]
 
 
 def _after_scaling(log_values, lse, counted, eps):
-    return blocks_of_rows((log_values - lse - math.log(len(lse)) >= math.log(eps)) & counted, False).any(2)
+    return any_row((log_values - lse - math.log(len(lse)) >= math.log(eps)) & counted)
 
 
 def _no_targets(position, V):
@@ -773,7 +774,7 @@ def _by_row_norm(E, C, bias=None, counted=None):
 
 
 def _ignored_rows_count(log_values, lse, counted, eps):
-    return blocks_of_rows(log_values - lse >= math.log(eps), False).any(2)
+    return any_row(log_values - lse >= math.log(eps))
 
 
 BREAKS = {
@@ -820,10 +821,9 @@ def compare_training(device):
 def tiles_kept(E, C, x):
     """Shares of tiles that each rule keeps in the vocabulary's own order, shuffled, and sorted by average logit."""
     shuffle = torch.randperm(C.shape[0], generator=torch.Generator().manual_seed(0)).to(C.device)
-    renumbered = torch.empty_like(shuffle).scatter_(0, shuffle, torch.arange(len(shuffle), device=C.device))
     for rule in ("element", "mass"):
         eps, shares = default_eps(rule, torch.bfloat16), []
-        for classes, targets, sort in ((C, x, False), (C[shuffle], renumbered[x], False), (C, x, True)):
+        for classes, targets, sort in ((C, x, False), (C[shuffle], inverse(shuffle)[x], False), (C, x, True)):
             loss, stats = linear_cross_entropy(
                 E.detach().requires_grad_(), classes.detach(), targets, gradient="filter", rule=rule, filter_eps=eps,
                 sort=sort, return_stats=True,
