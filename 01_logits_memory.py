@@ -508,13 +508,18 @@ class LiveBytes(TorchDispatchMode):
         self.peak, self.at_peak, self.files = 0, Counter(), {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        storages = lambda tree: [t.untyped_storage() for t in tree_leaves(tree) if isinstance(t, torch.Tensor)]  # noqa: E731
-        inputs = {storage._cdata for storage in storages((args, kwargs))}
+        inputs = {storage._cdata for storage in self.storages((args, kwargs))}
         out = func(*args, **(kwargs or {}))
-        for storage in storages(out):
+        for storage in self.storages(out):
             if storage._cdata not in inputs and storage._cdata not in self.files:  # else a view, or written in place
                 self.born(storage)
         return out
+
+    @staticmethod
+    def storages(tree):
+        tensors = [t for t in tree_leaves(tree) if isinstance(t, torch.Tensor)]
+        parts = [[t._indices(), t._values()] if t.layout is torch.sparse_coo else [t] for t in tensors]
+        return [part.untyped_storage() for part in sum(parts, [])]
 
     def born(self, storage):
         key, size = storage._cdata, storage.nbytes()

@@ -580,22 +580,33 @@ def fetched_logits(
 
 
 @triton.jit
+def next_tile(
+    index, E, C, bias, N, V, D, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
+):
+    """Tile `index` of the walk over all tiles: its first row, its first column, its logits."""
+    row_tile, col_tile = tile_at(index, tl.cdiv(N, BLOCK_N), tl.cdiv(V, BLOCK_V))
+    row, col = row_tile * BLOCK_N, col_tile * BLOCK_V
+    return row, col, fetched_logits(
+        E, C, bias, row, col, V, D, softcap, HAS_BIAS, HAS_SOFTCAP, BLOCK_N, BLOCK_V, BLOCK_D
+    )
+
+
+@triton.jit
 def tile_lse_kernel(
     E, C, bias, partial, S, N, V, D, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, STORE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
     """partial[t, n] = lse of row n over column tile t; with STORE also S[n, v], the softmax within that tile."""
-    row_tiles, col_tiles = tl.cdiv(N, BLOCK_N), tl.cdiv(V, BLOCK_V)
-    for index in tl.range(tl.program_id(0), row_tiles * col_tiles, tl.num_programs(0), flatten=True):
-        row_tile, col_tile = tile_at(index, row_tiles, col_tiles)
-        row, col = row_tile * BLOCK_N, col_tile * BLOCK_V
-        logits = fetched_logits(
-            E, C, bias, row, col, V, D, softcap, HAS_BIAS, HAS_SOFTCAP, BLOCK_N, BLOCK_V, BLOCK_D
+    count = tl.cdiv(N, BLOCK_N) * tl.cdiv(V, BLOCK_V)
+    for index in tl.range(tl.program_id(0), count, tl.num_programs(0), flatten=True):
+        row, col, logits = next_tile(
+            index, E, C, bias, N, V, D, softcap, HAS_BIAS, HAS_SOFTCAP, BLOCK_N, BLOCK_V, BLOCK_D
         )
         top, tile_exp = exponentials(mask_tail(logits, col + tl.arange(0, BLOCK_V), V))
         total = tl.sum(tile_exp, 1)
         rows = row + tl.arange(0, BLOCK_N)
-        tl.store(partial + col_tile.to(tl.int64) * N + rows, top + tl.log(total), mask=rows < N)
+        tl.store(partial + (col // BLOCK_V).to(tl.int64) * N + rows, top + tl.log(total), mask=rows < N)
         if STORE:
             S.store([row, col], (tile_exp / tl.where(total == 0.0, 1.0, total)[:, None]).to(S.dtype))
 
@@ -606,12 +617,10 @@ def persistent_gradient_kernel(
     HAS_SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
     """gradient_kernel, G (N, V) of a slice C (V, D), by descriptors."""
-    row_tiles, col_tiles = tl.cdiv(N, BLOCK_N), tl.cdiv(V, BLOCK_V)
-    for index in tl.range(tl.program_id(0), row_tiles * col_tiles, tl.num_programs(0), flatten=True):
-        row_tile, col_tile = tile_at(index, row_tiles, col_tiles)
-        row, col = row_tile * BLOCK_N, col_tile * BLOCK_V
-        logits = fetched_logits(
-            E, C, bias, row, col, V, D, softcap, HAS_BIAS, HAS_SOFTCAP, BLOCK_N, BLOCK_V, BLOCK_D
+    count = tl.cdiv(N, BLOCK_N) * tl.cdiv(V, BLOCK_V)
+    for index in tl.range(tl.program_id(0), count, tl.num_programs(0), flatten=True):
+        row, col, logits = next_tile(
+            index, E, C, bias, N, V, D, softcap, HAS_BIAS, HAS_SOFTCAP, BLOCK_N, BLOCK_V, BLOCK_D
         )
         rows = row + tl.arange(0, BLOCK_N)
         inside = rows < N
@@ -791,6 +800,22 @@ def token_losses(lse, target_logit, targets, V, ignore_index):
     return loss.where(targets != ignore_index, 0.0)
 
 
+def sliced_gradients(wanted, E, C, bias, targets, lse, grad_lse, grad_target, softcap, backend, block):
+    """dE (N, D), dC (V, D), dbias (V,), or None where not wanted, from the gradients (N,) of lse and target logit."""
+    g_softmax, g_target, unit = row_gradients(-grad_target, grad_lse + grad_target, E.dtype)
+    dE = torch.zeros(E.shape, dtype=lse.dtype, device=E.device) if wanted[0] else None
+    dC = torch.empty_like(C) if wanted[1] else None
+    db = torch.empty_like(bias) if wanted[2] else None
+    part_of = lambda tensor, part: None if tensor is None else tensor[part]  # noqa: E731
+    for start, stop in pieces(C.shape[0], block):
+        part = slice(start, stop)
+        fill_gradients(
+            dE, part_of(dC, part), part_of(db, part), E, C[part], targets - start, lse, g_softmax, g_target, unit,
+            part_of(bias, part), softcap, backend,
+        )
+    return None if dE is None else dE.mul_(unit).to(E.dtype), dC, db
+
+
 class _VocabularyOrder(torch.autograd.Function):
     """(E, C, bias) -> lse (N,) and the target's logit (N,). Keeps lse alone: O(N) from forward to backward."""
 
@@ -806,20 +831,8 @@ class _VocabularyOrder(torch.autograd.Function):
     @without_autocast
     def backward(ctx, grad_lse, grad_target):
         E, C, bias, targets, lse = ctx.saved_tensors
-        softcap, backend, block = ctx.options
-        g_softmax, g_target, unit = row_gradients(-grad_target, grad_lse + grad_target, E.dtype)
-        need_E, need_C, need_bias = ctx.needs_input_grad[:3]
-        dE = torch.zeros(E.shape, dtype=lse.dtype, device=E.device) if need_E else None
-        dC = torch.empty_like(C) if need_C else None
-        db = torch.empty_like(bias) if need_bias else None
-        part_of = lambda tensor, part: None if tensor is None else tensor[part]  # noqa: E731
-        for start, stop in pieces(C.shape[0], block):
-            part = slice(start, stop)
-            fill_gradients(
-                dE, part_of(dC, part), part_of(db, part), E, C[part], targets - start, lse, g_softmax, g_target, unit,
-                part_of(bias, part), softcap, backend,
-            )
-        return None if dE is None else dE.mul_(unit).to(E.dtype), dC, db, None, None, None, None
+        wanted = ctx.needs_input_grad[:3]
+        return *sliced_gradients(wanted, E, C, bias, targets, lse, grad_lse, grad_target, *ctx.options), *[None] * 4
 
 
 class _TokenOrder(torch.autograd.Function):
@@ -889,15 +902,20 @@ def linear_cross_entropy(
     )
     shape, targets, E = targets.shape, targets.reshape(-1), E.reshape(-1, C.shape[1])
     E, C = kernel_inputs(E, C) if backend == "triton" else (E, C)
-    tokens = reduction != "none" and not return_lse and softcap is None  # one upstream number, and G from softmax alone
-    tokens = tokens and (backend == "torch" or takes_descriptors(E, C))
-    plan = gradient_plan(E.shape[0], *C.shape, E.device, E.dtype, workspace, tokens=tokens, backend=backend)
+    plan = plan_for(E, C, softcap, reduction, return_lse, backend, workspace)
     wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (E, C, bias))
     if plan.order == "tokens" and wanted:
         return _TokenOrder.apply(E, C, bias, targets, ignore_index, reduction, backend, plan.block)
     lse, target_logit = _VocabularyOrder.apply(E, C, bias, targets, softcap, backend, plan.block)
     loss = loss_from(lse, target_logit, targets, C.shape[0], ignore_index, reduction, shape)
     return (loss, lse.view(shape)) if return_lse else loss
+
+
+def plan_for(E, C, softcap, reduction, return_lse, backend, workspace):
+    """gradient_plan for a call with these arguments."""
+    tokens = reduction != "none" and not return_lse and softcap is None  # one upstream number, and G from softmax alone
+    tokens = tokens and (backend == "torch" or takes_descriptors(E, C))
+    return gradient_plan(E.shape[0], *C.shape, E.device, E.dtype, workspace, tokens=tokens, backend=backend)
 
 
 def loss_from(lse, target_logit, targets, V, ignore_index, reduction, shape):

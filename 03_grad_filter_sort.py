@@ -41,6 +41,7 @@ import sys
 import textwrap
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import numpy as np
 import torch
@@ -124,7 +125,8 @@ def train_small(device, loss, seed=0):
 
 
 def load_checkpoint(folder, device):
-    """E (N, D) on validation text and the classifier (V, D) of train.py's newest checkpoint in `folder`."""
+    """E (N, D) on validation text, the classifier (V, D), the next tokens (N,) and the name of train.py's newest
+    checkpoint in `folder`."""
     files = sorted(Path(folder).glob("step_*.json"), key=lambda file: int(file.stem[5:]))
     if not files:
         raise ValueError(f"--checkpoint {folder}: no step_*.json there: pass the --out directory of a train.py run")
@@ -134,10 +136,12 @@ def load_checkpoint(folder, device):
     model = base.GPT(base.GPTConfig(*(flags[name] for name in ("vocab", "seq", "layers", "heads", "dim"))))
     model.load_state_dict(torch.load(files[-1].with_suffix(".pt"), map_location="cpu", weights_only=True)["model"])
     text = base.corpus(flags["tokens"], limit=16 * MIB).val
-    count = min(4096 // flags["seq"] + 1, len(text) // flags["seq"])
-    tokens = torch.from_numpy(text[: count * flags["seq"]].astype(np.int64)).view(count, flags["seq"]).to(device)
+    wanted = 8192 if device.type == "cuda" else 1024  # tokens
+    count = min(max(1, wanted // flags["seq"]), (len(text) - 1) // flags["seq"])
+    tokens = torch.from_numpy(text[: count * flags["seq"] + 1].astype(np.int64)).to(device)
     with torch.no_grad():
-        return model.to(device)(tokens).flatten(0, 1), model.classifier.detach(), files[-1].stem
+        E = model.to(device)(tokens[:-1].view(count, -1)).flatten(0, 1)
+    return E, model.classifier.detach(), tokens[1:], files[-1].stem
 
 
 # ==== 2. The cost model ===============================================================================================
@@ -177,6 +181,42 @@ def filter_bytes(N, V, D, device, dtype, workspace=None, which="both"):
     return 8 * V + max(held, buffers + held // 2)
 
 
+# And of rung 3, beyond the one pass: three small passes over the head; the survey's, over its rows; and the fetching of
+# a row of C and one of E for each candidate, which costs what ENTRY_COST entries of a dense pass cost.
+ENTRY_COST = 400
+
+
+def sparse_passes(N, V, candidates):
+    """Matrix passes' worth of time of loss and sparse gradient, for a mean number of candidates a row."""
+    return 1 + 3 * head_size(V) / V + 3 * SAMPLE / N + ENTRY_COST * candidates / V
+
+
+ENTRY_BYTES = 48  # of an entry while the column pass's sort runs
+
+
+def sparse_room(V, D, dtype, workspace=None):
+    """Entries that `workspace` has room for, beside dC of the head."""
+    room = (cce.WORKSPACE if workspace is None else workspace) - dtype.itemsize * head_size(V) * D
+    return max(0, room) // ENTRY_BYTES
+
+
+def places(N, candidates):
+    """Entries to make room for when a sample has this mean number of candidates a row: half as many again, and 16 each
+    (targets, and rows of a kind too rare for a sample); in steps, so that the allocator sees few sizes."""
+    return -(-math.ceil((1.5 * candidates + 16) * N) // 2**16) * 2**16
+
+
+def sparse_bytes(N, V, D, dtype, capacity):
+    """Peak of loss and gradients beyond dE and dC, with the kernels."""
+    b, H = dtype.itemsize, head_size(V)
+    results, lists = b * (N + V) * D, 8 * capacity
+    surveyed = 4 * b * min(SAMPLE, N) * V
+    forward = lists + SLAB + 2 * 4 * N * math.ceil(V / TILE_V)
+    head = lists + 4 * N * D + b * H * (N + 2 * D)
+    column = ENTRY_BYTES * capacity + b * H * D
+    return max(column, *(size - results for size in (surveyed, forward, head)))
+
+
 def default_eps(rule, dtype):
     """The paper's threshold for an element, finfo.eps / 32, 2^-12 for bf16; for the mass of a tile twice that, which on
     the Zipf data below (8192 x 256000 x 2304) makes about the same error."""
@@ -190,15 +230,25 @@ def vocabulary_order(E, C, bias=None, counted=None):
     """Classes (V,) by falling average logit over the counted rows of E (N, D); ties keep their order. The average of a
     product with C is the product of the average: no logits are needed, where the paper gathers them in its forward.
     (A softcap is monotone and hardly changes an order: it is left out.)"""
-    sums = torch.promote_types(E.dtype, torch.float32)
-    narrow = E.dtype if E.is_cuda else sums  # what cce.add_to multiplies without a copy of C
+    sums, narrow = product_dtypes(E)
     counted = torch.ones(E.shape[0], dtype=torch.bool, device=E.device) if counted is None else counted
-    weights = base.token_weights(counted).unsqueeze(0)  # (1, N)
-    mean = cce.add_to(torch.zeros(1, E.shape[1], dtype=sums, device=E.device), weights.to(narrow), E)  # (1, D)
+    mean = weighted_rows(base.token_weights(counted), E)[None]  # (1, D)
     logits = torch.zeros(C.shape[0], dtype=sums, device=C.device) if bias is None else bias.to(sums, copy=True)  # (V,)
     for start, stop in cce.pieces(C.shape[0], 2**16):
         cce.add_to(logits[None, start:stop], mean.to(narrow), C[start:stop].T)
     return torch.sort(logits, descending=True, stable=True).indices
+
+
+def product_dtypes(E):
+    """The dtype of sums of products with E, and that in which cce.add_to makes them without a copy of C."""
+    sums = torch.promote_types(E.dtype, torch.float32)
+    return sums, E.dtype if E.is_cuda else sums
+
+
+def weighted_rows(weights, E):
+    """weights (N,), E (N, D) -> sum of weights[n] E[n] (D,)."""
+    sums, narrow = product_dtypes(E)
+    return cce.add_to(torch.zeros(1, E.shape[1], dtype=sums, device=E.device), weights.to(narrow)[None], E)[0]
 
 
 def inverse(order):
@@ -217,6 +267,9 @@ def slices(C, bias, order, width):
 
 
 # ==== 4. The two rules, in plain PyTorch ==============================================================================
+
+
+RULES = ("mass", "element")
 
 
 def any_row(flags):
@@ -272,7 +325,7 @@ if INTERPRETED:
     PRODUCT = dict(BLOCK_M=32, BLOCK_W=32, BLOCK_K=32)
 
 fetched_logits, tile_softmax, tile_gradient, dot = cce.fetched_logits, cce.tile_softmax, cce.tile_gradient, cce.dot
-mask_tail = cce.mask_tail
+next_tile, mask_tail, exponentials, LOG2E = cce.next_tile, cce.mask_tail, cce.exponentials, cce.LOG2E
 
 
 @triton.jit
@@ -381,7 +434,470 @@ def scatter_listed(dC, classes, G, E, keep, unit):
     )
 
 
-# ==== 6. The API ======================================================================================================
+# ==== 6. Rung 3: a dense head, a sparse tail, one pass over the logits ================================================
+
+# Tiles are a coarse sieve: one entry that matters keeps 32,768. A sieve for entries needs lse, to know which matter,
+# BEFORE the pass that makes them. A lower bound will do, and the head of the vocabulary gives one:
+#
+#                  head: 4096 classes          tail: all others
+#                +---------------------+-------------------------------------+   x  listed: p >= eps, or the target
+#                |                     |      x           .                  |   .  a candidate: above eps by the bound,
+#      N tokens  |   dense and exact   |  .                        x         |      below it once lse is known
+#                |                     |               x                .    |       blank: certainly below eps
+#                |                     |        .               x            |   each row loses the probability m[n]
+#                +---------------------+-------------------------------------+   of its . and blanks
+#
+#   survey        some rows, all classes. Picks the head: the largest mean p. Says how dropped probability is spread
+#                 over the tail, q, and where it points, q C; how much there will be, and what that leaves: a forecast
+#   lower bound   lse over the head, or the target's logit if larger: where logit < bound + log eps, p < eps
+#   forward       ONE pass: partial lse, and a bit for each candidate, in slabs of the vocabulary; a slab's bits become
+#                 lists of (row, class), row by row, and are forgotten
+#   head          G, dE and dC of 4096 columns, by 02's functions
+#   row pass      fetch the rows of C that a row lists: logit, p (now with lse), the entry of G, dE += entry * C[v].
+#                 What was not kept is m[n], exactly; it adds g m[n] q C
+#   column pass   entries sorted by class: dC[v] = sum of entry * E[n], + q[v] sum_n g m[n] E[n], each row written once
+#
+# The last terms of the two passes are one matrix of rank 1, (g m) q^T, in place of the entries that were dropped. Those
+# are many, small, and much alike in all rows: what they add up to is mostly their mean. Nobody adds to memory that
+# another adds to, and sums have a fixed order: two runs give the same bits.
+
+HEAD, SAMPLE = 4096, 128  # classes of the head, rows of the survey
+SLAB = 64 * MIB  # bytes of bits alive at a time
+SPARSE_EPS = 2**-12  # in any dtype: what is below is not thrown away but approximated
+MAX_ERROR, MAX_DROPPED = 0.02, 0.5  # gradient="auto" goes so far; beyond a half, the correction IS the gradient
+
+
+class Survey(NamedTuple):
+    """head (H,) classes, ascending; prior q (V,), 0 in the head; mean_tail (D,) = q C; leftover: length of what the
+    correction leaves of dE, per unit of dropped probability; forecast (3,): of a row's candidates and dropped
+    probability the mean, and the relative error of dE."""
+
+    head: torch.Tensor
+    prior: torch.Tensor
+    mean_tail: torch.Tensor
+    leftover: torch.Tensor
+    forecast: torch.Tensor
+
+
+def survey(E, C, x, counted, eps):
+    """The Survey of E (N, D), C (V, D), targets x (N,) or -1, from SAMPLE of the counted rows (N,), evenly spaced. An
+    estimate: bf16 probabilities will do (fp16 ones, below 6e-8, would not)."""
+    (N, D), V, (sums, narrow) = E.shape, C.shape[0], product_dtypes(E)
+    first = torch.sort(counted.byte(), descending=True, stable=True).indices  # (N,) those that count come first
+    rows = first[torch.arange(min(SAMPLE, N), device=E.device) * counted.sum() // min(SAMPLE, N)]  # (R,)
+    target = x[rows].clamp(min=0)  # (R,)
+    p = torch.softmax(E[rows] @ C.T, 1, dtype=sums if E.dtype == torch.float16 else E.dtype)  # (R, V)
+    head = torch.sort(p.mean(0, dtype=sums), descending=True, stable=True).indices[: head_size(V)].sort().values
+    p_head, p_target = p[:, head], p.gather(1, target.unsqueeze(1))  # (R, H), (R, 1)
+    bound = eps * torch.maximum(p_head.sum(1, keepdim=True), p_target)  # (R, 1)
+    candidates = (p > bound).sum(1) - (p_head > bound).sum(1)  # (R,)
+    both = torch.empty(2, len(rows), V, dtype=narrow, device=E.device)  # what is dropped, and everything, times C
+    dropped = both[0].copy_(p.where(p < eps, 0.0).div_(eps))  # / eps: or fp16 underflows
+    dropped.index_fill_(1, head, 0.0).scatter_(1, target.unsqueeze(1), 0.0)
+    both[1] = p
+    mass = eps * dropped.sum(1, dtype=sums)  # (R,)
+    products = torch.zeros(2 * len(rows), D, dtype=sums, device=E.device)
+    for start, stop in cce.pieces(V, 2**16):
+        cce.add_to(products, both.flatten(0, 1)[:, start:stop], C[start:stop])
+    lost, everything = products.view(2, -1, D)  # (R, D) rows of dE, but for the target's: what would be lost, all of it
+    lost *= eps
+    total = mass.sum().clamp(min=1e-30)
+    mean_tail = lost.sum(0) / total  # (D,)
+    left = (lost - mass.unsqueeze(1) * mean_tail).norm()
+    error = left / (everything - C[target]).norm().clamp(min=1e-30)
+    return Survey(
+        head, eps * dropped.sum(0, dtype=sums) / total, mean_tail, left / mass.norm().clamp(min=1e-30),
+        torch.stack((candidates.to(sums).mean(), mass.mean(), error)),
+    )
+
+
+def head_size(V):
+    return min(HEAD, -(-V // 16))
+
+
+def lower_bound(E, C, x, counted, head, eps, backend):
+    """lse over the head (N,), and the logit (N,) at or below which an entry's p is certainly below eps."""
+    sums, _ = product_dtypes(E)
+    lse_head, _ = cce.lse_and_target(E, C[head], torch.full_like(x, -1), backend=backend)
+    if backend == "triton":
+        target_logit = cce.indexed_logits(E, C, x, None, None)
+    else:
+        target_logit = (E.to(sums) * C[x.clamp(min=0)].to(sums)).sum(1)
+    floor = torch.maximum(lse_head, target_logit.where(x >= 0, -math.inf))
+    slack = 1e-3  # far more than logits made twice may differ by
+    return lse_head, target_logit, (floor + math.log(eps) - slack).where(counted, math.inf)
+
+
+class Readback:
+    """Numbers on their way from the device. read() waits until they are there, not until the device is idle: with work
+    queued behind them, the host learns them while the device goes on."""
+
+    def __init__(self, numbers):
+        self.numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=numbers.is_cuda)
+        self.numbers.copy_(numbers, non_blocking=True)
+        self.there = torch.cuda.Event() if numbers.is_cuda else None
+        if self.there:
+            self.there.record()
+
+    def read(self):
+        if self.there:
+            self.there.synchronize()
+        return self.numbers.tolist()
+
+
+class Entries(NamedTuple):
+    """Candidates of the tail: rows, classes (capacity,) int32 (unused places: class V), in slabs of the vocabulary, row
+    by row; first, last (slabs, N): where a row's begin and end; count (): how many there are, or would be with more
+    room. In blocked PyTorch their logits instead of first and last."""
+
+    rows: torch.Tensor
+    classes: torch.Tensor
+    count: torch.Tensor
+    first: torch.Tensor | None = None
+    last: torch.Tensor | None = None
+    logits: torch.Tensor | None = None
+
+
+# The twin in blocked PyTorch: what the kernels below do, with sparse matrices.
+
+
+def blocked_entries(E, C, x, threshold, head):
+    """lse (N,), and the Entries."""
+    lse, found = torch.full_like(threshold, -math.inf), []
+    in_head = torch.zeros(C.shape[0], dtype=torch.bool, device=C.device).index_fill_(0, head, True)
+    for start, stop in cce.pieces(C.shape[0], max(256, cce.CPU_BLOCK // len(E))):
+        logits = cce.block_logits(E, C[start:stop], None, None)  # (N, W)
+        lse = cce.merge(torch.stack((lse, logits.logsumexp(1))))
+        wanted = logits > threshold.unsqueeze(1)
+        inside = (x >= start) & (x < stop)
+        wanted[inside, x[inside] - start] = True
+        wanted[:, in_head[start:stop]] = False
+        rows, columns = wanted.nonzero(as_tuple=True)
+        found.append((rows, columns + start, logits[rows, columns]))
+        del logits, wanted
+    rows, classes, logits = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return lse, Entries(rows, classes, torch.tensor(len(rows), device=E.device), logits=logits)
+
+
+def entry_matrix(entries, values, N, V):
+    """G (N, V), sparse."""
+    at = torch.stack((entries.rows, entries.classes))
+    return torch.sparse_coo_tensor(at, values, (N, V), check_invariants=False).coalesce()
+
+
+def blocked_row_pass(dE, E, C, x, lse, lse_head, g_softmax, g_target, mean_tail, entries, eps):
+    """dE (N, D) += what the tail contributes. Returns the entries' values of G and m (N,), the probability dropped."""
+    rows, sums = entries.rows, dE.dtype
+    p, hit = (entries.logits - lse[rows]).exp(), entries.classes == x[rows]
+    p = p.where((p >= eps) | hit, 0.0)
+    values = p * g_softmax[rows] - g_target[rows].where(hit, 0.0)
+    m = (1 - (lse_head - lse).exp() - torch.zeros_like(lse).index_add_(0, rows, p)).clamp(min=0)
+    dE += torch.sparse.mm(entry_matrix(entries, values, len(E), len(C)), C.to(sums))
+    dE.addr_(g_softmax * m, mean_tail)
+    return values, m
+
+
+def blocked_column_pass(dC, E, entries, values, prior, tail, unit):
+    """dC (V, D) = unit * (entries' part + prior (V,) x tail (D,)), but for the head's rows."""
+    G = entry_matrix(entries, values, len(E), len(dC))
+    dC.copy_(torch.sparse.mm(G.t(), E.to(tail.dtype)).addr_(prior, tail).mul_(unit))
+
+
+# The kernels.
+
+
+@triton.jit
+def popcount(bits):
+    """Set bits of each uint32: sums of neighbouring bits, pairs, nibbles, bytes."""
+    bits = bits - ((bits >> 1) & 0x55555555)
+    bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
+    bits = (bits + (bits >> 4)) & 0x0F0F0F0F
+    return ((bits * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit
+def candidate_kernel(
+    E, C, partial, words, counts, targets, threshold, head_words, N, V, D,
+    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
+):
+    """02's tile_lse_kernel, which also writes a bit per entry, 32 columns a word, words (N, V / 32): above the row's
+    threshold or the target, and not in the head; and counts (column tiles, N) of them."""
+    count, width = tl.cdiv(N, BLOCK_N) * tl.cdiv(V, BLOCK_V), tl.cdiv(V, BLOCK_V) * (BLOCK_V // 32)
+    for index in tl.range(tl.program_id(0), count, tl.num_programs(0), flatten=True):
+        row, col, logits = next_tile(index, E, C, partial, N, V, D, 1.0, False, False, BLOCK_N, BLOCK_V, BLOCK_D)
+        logits = mask_tail(logits, col + tl.arange(0, BLOCK_V), V)
+        top, tile_exp = exponentials(logits)
+        rows, word = row + tl.arange(0, BLOCK_N), col // 32 + tl.arange(0, BLOCK_V // 32)
+        inside = rows < N
+        at = (col // BLOCK_V).to(tl.int64) * N + rows
+        tl.store(partial + at, top + tl.log(tl.sum(tile_exp, 1)), mask=inside)
+        bit = tl.full((BLOCK_V,), 1, tl.int32) << (tl.arange(0, BLOCK_V) % 32)
+        above = logits > tl.load(threshold + rows, mask=inside, other=float("inf"))[:, None]
+        found = tl.sum(tl.reshape(tl.where(above, bit[None, :], 0), (BLOCK_N, BLOCK_V // 32, 32)), 2)
+        x = tl.load(targets + rows, mask=inside, other=-1).to(tl.int32)
+        target_bit = tl.full((BLOCK_N,), 1, tl.int32) << (x & 31)
+        found = tl.where(word[None, :] == (x >> 5)[:, None], found | target_bit[:, None], found)
+        found = found & ~tl.load(head_words + word)[None, :]
+        tl.store(words + rows.to(tl.int64)[:, None] * width + word[None, :], found, mask=inside[:, None])
+        tl.store(counts + at, tl.sum(popcount(found.to(tl.uint32, bitcast=True)), 1), mask=inside)
+
+
+@triton.jit
+def list_kernel(
+    words, first, rows, classes, N, width, start, capacity, ROWS: tl.constexpr, WORDS: tl.constexpr
+):
+    """The bits of ROWS rows, words (N, width), as entries from place first[row] on, by class; `start` is the class of
+    the first bit. Beyond the capacity nothing is written."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    begin = tl.load(first + row, mask=row < N, other=0)
+    for i in range(0, width, WORDS):
+        word = i + tl.arange(0, WORDS)
+        at = words + row.to(tl.int64)[:, None] * width + word[None, :]
+        bits = tl.load(at, mask=(row < N)[:, None] & (word < width)[None, :], other=0).to(tl.uint32, bitcast=True)
+        count = popcount(bits)
+        place = begin[:, None] + tl.cumsum(count, 1) - count
+        begin += tl.sum(count, 1)
+        for _ in range(tl.max(tl.max(count, 1), 0)):  # each word gives its lowest bit, as long as it has any
+            write = (bits != 0) & (place < capacity)
+            v = start + word[None, :] * 32 + popcount((bits & (~bits + 1)) - 1)
+            tl.store(classes + place, v, mask=write)
+            tl.store(rows + place, tl.zeros_like(v) + row[:, None], mask=write)
+            bits = bits & (bits - 1)
+            place += 1
+
+
+@triton.jit
+def row_pass_kernel(
+    dE, E, C, targets, lse, lse_head, g_softmax, g_target, mean_tail, classes, first, last, values, dropped,
+    N, D, slabs, capacity, eps, BLOCK_D: tl.constexpr, ENTRIES: tl.constexpr, STAGES: tl.constexpr,
+):
+    """Row program_id(0) of dE (N, D), values of its entries, and dropped (N,). An entry's row of C, in registers, gives
+    the logit and, a moment later, its part of dE: it is fetched once."""
+    row = tl.program_id(0).to(tl.int64)
+    depth = tl.arange(0, BLOCK_D)
+    inside = depth < D
+    e = tl.load(E + row * D + depth, mask=inside, other=0.0).to(tl.float32)
+    acc = tl.load(dE + row * D + depth, mask=inside, other=0.0)  # the head's part
+    row_lse, x = tl.load(lse + row), tl.load(targets + row)
+    row_g, row_target = tl.load(g_softmax + row), tl.load(g_target + row)
+    kept = tl.zeros((ENTRIES,), tl.float32)
+    for slab in range(slabs):
+        stop = tl.minimum(tl.load(last + slab * N + row), capacity)
+        for i in tl.range(tl.load(first + slab * N + row), stop, ENTRIES, num_stages=STAGES):
+            place = i + tl.arange(0, ENTRIES)
+            v = tl.load(classes + place, mask=place < stop, other=0)
+            at = C + v.to(tl.int64)[:, None] * D + depth[None, :]
+            c = tl.load(at, mask=(place < stop)[:, None] & inside[None, :], other=0.0).to(tl.float32)
+            p = tl.exp2((tl.sum(c * e[None, :], 1) - row_lse) * LOG2E)
+            hit = (v == x) & (place < stop)
+            p = tl.where(((p >= eps) & (place < stop)) | hit, p, 0.0)
+            g = p * row_g - tl.where(hit, row_target, 0.0)
+            kept += p
+            acc += tl.sum(c * g[:, None], 0)
+            tl.store(values + place, g, mask=place < stop)
+    m = tl.maximum(1.0 - tl.exp2((tl.load(lse_head + row) - row_lse) * LOG2E) - tl.sum(kept, 0), 0.0)
+    acc += row_g * m * tl.load(mean_tail + depth, mask=inside, other=0.0)
+    tl.store(dE + row * D + depth, acc, mask=inside)
+    tl.store(dropped + row, m)
+
+
+@triton.jit
+def column_pass_kernel(
+    dC, E, order, rows, values, begin, prior, tail, unit, D,
+    BLOCK_D: tl.constexpr, ENTRIES: tl.constexpr, STAGES: tl.constexpr,
+):
+    """Row v = program_id(0) of dC (V, D): its entries, order[begin[v]:begin[v + 1]], and prior[v] * tail."""
+    v = tl.program_id(0).to(tl.int64)
+    depth = tl.arange(0, BLOCK_D)
+    inside = depth < D
+    acc = tl.load(tail + depth, mask=inside, other=0.0) * tl.load(prior + v)
+    stop = tl.load(begin + v + 1)
+    for i in tl.range(tl.load(begin + v), stop, ENTRIES, num_stages=STAGES):
+        place = i + tl.arange(0, ENTRIES)
+        entry = tl.load(order + place, mask=place < stop, other=0)
+        g = tl.load(values + entry, mask=place < stop, other=0.0)
+        row = tl.load(rows + entry, mask=place < stop, other=0).to(tl.int64)
+        at = E + row[:, None] * D + depth[None, :]
+        e = tl.load(at, mask=(g != 0.0)[:, None] & inside[None, :], other=0.0).to(tl.float32)
+        acc += tl.sum(e * g[:, None], 0)
+    tl.store(dC + v * D + depth, (acc * tl.load(unit)).to(dC.dtype.element_ty), mask=inside)
+
+
+def listed_entries(E, C, x, threshold, head, capacity):
+    """lse (N,), and the Entries, as far as there is room for them."""
+    N, V, device, ints = E.shape[0], C.shape[0], E.device, dict(dtype=torch.int32, device=E.device)
+    tiles = cce.TILES["descriptors"] | ({} if INTERPRETED else dict(num_stages=4))  # no tile of G, room for a fourth
+    in_head = torch.zeros(-(-V // TILE_V) * TILE_V, **ints).index_fill_(0, head, 1)
+    head_words = (in_head.view(-1, 32) << torch.arange(32, **ints)).sum(1, dtype=torch.int32)  # (V / 32,)
+    rows, classes = torch.empty(capacity, **ints), torch.full((capacity,), V, **ints)
+    width = max(TILE_V, 8 * SLAB // N // TILE_V * TILE_V)
+    count, partial, first, last = torch.zeros((), dtype=torch.int64, device=device), [], [], []
+    for start, stop in cce.pieces(V, width):
+        tall = -(-(stop - start) // TILE_V)
+        partial.append(torch.empty(tall, N, device=device))
+        counts, words = torch.empty(tall, N, **ints), torch.empty(N, tall * TILE_V // 32, **ints)
+        candidate_kernel[cce.programs(E)](
+            cce.fetched(E, "BLOCK_N", "BLOCK_D"), cce.fetched(C[start:stop], "BLOCK_V", "BLOCK_D"), partial[-1], words,
+            counts, x - start, threshold, head_words[start // 32 :], N, stop - start, E.shape[1], **tiles,
+        )
+        counts = counts.sum(0)  # (N,) int64
+        last.append(count + counts.cumsum(0))
+        first.append(last[-1] - counts)
+        count = last[-1][-1]
+        across = min(1024, triton.next_power_of_2(words.shape[1]))
+        list_kernel[(triton.cdiv(N, 1024 // across),)](
+            words, first[-1], rows, classes, N, words.shape[1], start, capacity, ROWS=1024 // across, WORDS=across
+        )
+        del words, counts
+    return cce.merge(torch.cat(partial)), Entries(rows, classes, count, torch.stack(first), torch.stack(last))
+
+
+def pass_options(D):
+    """A row of D elements in registers, at most 32 a thread; two rows added, two more pairs on their way."""
+    block = triton.next_power_of_2(D)
+    if INTERPRETED:
+        return dict(BLOCK_D=block, ENTRIES=16, STAGES=1)
+    return dict(BLOCK_D=block, ENTRIES=2, STAGES=3, num_warps=max(2, block // 1024))
+
+
+def listed_row_pass(dE, E, C, x, lse, lse_head, g_softmax, g_target, mean_tail, entries, eps):
+    """blocked_row_pass, of kernels."""
+    (N, D), values, m = E.shape, torch.empty(entries.rows.shape, device=E.device), torch.empty_like(lse)
+    row_pass_kernel[(N,)](
+        dE, E, C, x, lse, lse_head, g_softmax, g_target, mean_tail, entries.classes, entries.first, entries.last,
+        values, m, N, D, len(entries.first), len(values), eps, **pass_options(D),
+    )
+    return values, m
+
+
+def listed_column_pass(dC, E, entries, values, prior, tail, unit):
+    """blocked_column_pass, of kernels. The sort is stable: a class lists its rows in order."""
+    V, D = dC.shape
+    classes, order = torch.sort(entries.classes, stable=True)
+    begin = torch.searchsorted(classes, torch.arange(V + 1, dtype=torch.int32, device=E.device))
+    del classes
+    column_pass_kernel[(V,)](dC, E, order, entries.rows, values, begin, prior, tail, unit, D, **pass_options(D))
+
+
+# When to use it, and the gradient itself.
+
+
+class Sparse(NamedTuple):
+    """gradient "sparse" or "auto"; threshold of an entry; what auto allows dE to be off by; matrix passes of the exact
+    gradient, and columns in its blocks; places for entries; kernels or blocked PyTorch; where the statistics go."""
+
+    gradient: str
+    eps: float
+    max_error: float
+    passes: int
+    block: int
+    capacity: int
+    backend: str
+    stats: "SparseStats"
+
+
+class SparseStats:
+    """What became of a call, or of several when passed to each of them.
+
+    decision "sparse" or "exact" (final after backward) and reason, of the last call; share of sparse ones among all
+    calls that wanted a gradient. On the device, of the last call: forecast (3,) and, after a sparse backward, measured
+    (3,): candidates a row, probability dropped a row, error of dE; dropped (N,) the probability that each row lost."""
+
+    decision = reason = forecast = measured = dropped = survey = None
+    calls = sparse = 0
+
+    def decide(self, reason):
+        """Count a call: sparse if there is no reason against it."""
+        self.decision, self.reason = "exact" if reason else "sparse", reason or "the forecast is within its limits"
+        self.calls, self.sparse = self.calls + 1, self.sparse + (not reason)
+        self.forecast = self.measured = self.dropped = self.survey = None
+
+    def revoke(self, reason):
+        """The last call was to be sparse; what was measured in backward forbids it."""
+        self.decision, self.reason, self.sparse = "exact", reason, self.sparse - 1
+
+    @property
+    def share(self):
+        return self.sparse / max(self.calls, 1)
+
+    def __str__(self):
+        numbers = self.forecast if self.measured is None else self.measured
+        numbers = "" if numbers is None else "; {:.0f} candidates and {:.3f} dropped a row, error of dE {:.4f}".format(
+            *numbers.tolist())
+        return f"{self.decision} ({self.reason}){numbers}; {self.sparse} of {self.calls} calls sparse"
+
+
+def refusal(candidates, dropped, error, N, V, how):
+    """Why not to use the sparse gradient, for numbers (of a row) that were forecast or measured; None if nothing is
+    against it. NaN is."""
+    if not candidates * N <= how.capacity:
+        return f"{candidates:.0f} candidates a row: there is room for {how.capacity // N}"
+    if how.gradient == "sparse":
+        return None
+    passes = sparse_passes(N, V, candidates)
+    if not passes < how.passes:
+        return f"{candidates:.0f} candidates a row: {passes:.1f} matrix passes, {how.passes} of the exact gradient"
+    if not dropped <= MAX_DROPPED:
+        return f"{dropped:.2f} of the probability would be dropped, more than {MAX_DROPPED}"
+    if not error <= how.max_error:
+        return f"dE would be off by {error:.3f}, more than {how.max_error}"
+    return None
+
+
+class _SparseCrossEntropy(torch.autograd.Function):
+    """(E, C) -> lse (N,) and the target's logit (N,), both exact; their gradients sparse."""
+
+    @staticmethod
+    @cce.without_autocast
+    def forward(ctx, E, C, x, counted, lse_head, target_logit, threshold, head, prior, mean_tail, leftover, how):
+        listed = how.backend == "triton"
+        room = [how.capacity] if listed else []
+        lse, entries = (listed_entries if listed else blocked_entries)(E, C, x, threshold, head, *room)
+        ctx.save_for_backward(E, C, x, counted, lse, lse_head, head, prior, mean_tail, leftover, *entries)
+        ctx.how = how
+        return lse, target_logit.clone()
+
+    @staticmethod
+    @once_differentiable
+    @cce.without_autocast
+    def backward(ctx, grad_lse, grad_target):
+        E, C, x, counted, lse, lse_head, head, prior, mean_tail, leftover, *entries = ctx.saved_tensors
+        entries, how, N, V = Entries(*entries), ctx.how, len(E), len(C)
+        listed = how.backend == "triton"
+        row_pass, column_pass = (listed_row_pass, listed_column_pass) if listed else (
+            blocked_row_pass, blocked_column_pass)
+        g_softmax, g_target, unit = cce.row_gradients(-grad_target, grad_lse + grad_target, E.dtype)
+        dE, dC = torch.zeros(E.shape, dtype=lse.dtype, device=E.device), None
+        place = torch.full((V,), -1, device=E.device).index_copy_(0, head, torch.arange(len(head), device=E.device))
+        C_head, x_head = C[head], place[x.clamp(min=0)].where(x >= 0, -1)  # (H, D), (N,) targets as places in the head
+        dC_head = torch.empty_like(C_head)
+        cce.fill_gradients(
+            dE, dC_head, None, E, C_head, x_head, lse, g_softmax, g_target, unit, None, None, how.backend
+        )
+        del C_head
+        values, m = row_pass(dE, E, C, x, lse, lse_head, g_softmax, g_target, mean_tail, entries, how.eps)
+        m, weight = m.where(counted, 0.0), g_softmax * m  # (N,)
+        error = leftover * weight.norm() / dE.norm().clamp(min=1e-30)
+        measured = torch.stack((entries.count / N, m.sum() / counted.sum().clamp(min=1), error))
+        answer = Readback(measured)  # travels while the column pass runs
+        dE = dE.mul_(unit).to(E.dtype)
+        if ctx.needs_input_grad[1]:
+            dC = torch.empty(C.shape, dtype=lse.dtype if INTERPRETED and listed else C.dtype, device=C.device)
+            tail = weighted_rows(weight, E)  # (D,)
+            column_pass(dC, E, entries, values, prior, tail, unit)
+            dC = dC.to(C.dtype).index_copy_(0, head, dC_head)
+        reason = refusal(*answer.read(), N, V, how)
+        if reason:
+            how.stats.revoke(reason)
+            del dE, dC, entries, values
+            return *cce.sliced_gradients(
+                ctx.needs_input_grad[:3], E, C, None, x, lse, grad_lse, grad_target, None, how.backend, how.block
+            )[:2], *[None] * 10
+        how.stats.measured, how.stats.dropped = measured, m
+        return dE, dC, *[None] * 10
+
+
+# ==== 7. The API ======================================================================================================
 
 
 class Filter(NamedTuple):
@@ -510,61 +1026,121 @@ def zero_dropped(G, keep):
 
 def linear_cross_entropy(
     E, C, targets, bias=None, *, gradient="exact", filter="both", rule="mass", filter_eps="auto", sort=True,
-    return_stats=False, ignore_index=-100, softcap=None, reduction="mean", shift=0, return_lse=False, backend="auto",
-    workspace=None, check_targets=False,
+    max_error=MAX_ERROR, return_stats=False, ignore_index=-100, softcap=None, reduction="mean", shift=0,
+    return_lse=False, backend="auto", workspace=None, check_targets=False,
 ):
     """02's linear_cross_entropy, whose arguments mean the same, with a choice of gradient. The loss is always exact.
 
-    gradient: "exact" (02), or "filter": leave out the tiles of G, (TILE_N tokens) x (TILE_V classes), in which no row
-    matters. rule: "element", the paper's: |softmax - onehot| < filter_eps everywhere; or "mass": each row's softmax
-    sums to less than filter_eps over the tile. Tiles with a target stay; rows that are ignored (and have no gradient
-    through lse) do not count. filter_eps: "auto" is finfo.eps / 32 for "element" (bf16: 2^-12), twice that for "mass".
-    filter: which product leaves them out. "both"; "dE", which keeps dC (and the bias's gradient) exact, as pretraining
-    needs; or "none". sort: tiles are cut from the vocabulary sorted by average logit, else from its own order.
-    return_stats adds a FilterStats. Returns loss[, lse][, stats].
+    gradient: "exact" (02), "filter", "sparse", or "auto".
+    "filter": leave out the tiles of G, (TILE_N tokens) x (TILE_V classes), in which no row matters. rule: "element",
+    the paper's: |softmax - onehot| < filter_eps everywhere; or "mass": each row's softmax sums to less than filter_eps
+    over the tile. Tiles with a target stay; rows that are ignored (and have no gradient through lse) do not count.
+    filter_eps: "auto" is finfo.eps / 32 for "element" (bf16: 2^-12), twice that for "mass". filter: which product
+    leaves them out. "both"; "dE", which keeps dC (and the bias's gradient) exact, as pretraining needs; or "none".
+    sort: tiles are cut from the vocabulary sorted by average logit, else from its own order.
+    "sparse": of the classes outside the head, only entries with softmax >= filter_eps ("auto": 2^-12) and targets; the
+    rest by a correction of rank 1. Exact only if the entries do not fit `workspace`. No bias, no softcap.
+    "auto": "sparse" if that is forecast, from a sample of this very call's rows, to be faster than "exact", to drop at
+    most half of a row's probability on average, and to leave an error of dE of at most max_error (relative, Frobenius);
+    else "exact". Backward measures the dropped probability of every row, and remakes the gradient exactly if the error
+    that follows from it is above max_error. "sparse" and "auto" read numbers back, with work queued behind them so that
+    the device does not wait; a CUDA graph cannot capture them.
+    return_stats adds a FilterStats, or for "sparse" and "auto" a SparseStats; pass one in its place to go on counting.
+    Returns loss[, lse][, stats].
 
-    Kernels for 16-bit inputs on Hopper (rows of whole 16 bytes), blocked PyTorch otherwise, the same rule in both.
-    Bitwise repeatable.
-    ValueError for arguments that do not fit, or that "exact" would ignore. arXiv 2411.09009."""
-    for name, value, known in (("gradient", gradient, ("exact", "filter")), ("filter", filter, ("both", "dE", "none")),
-                               ("rule", rule, ("mass", "element"))):
+    Kernels for 16-bit inputs on Hopper (rows of whole 16 bytes), blocked PyTorch otherwise, the same rules in both.
+    Bitwise repeatable ("sparse" in blocked PyTorch: on a CPU).
+    ValueError for arguments that do not fit, or that the chosen gradient would ignore. arXiv 2411.09009."""
+    for name, value, known in (("gradient", gradient, ("exact", "filter", "sparse", "auto")), ("rule", rule, RULES),
+                               ("filter", filter, ("both", "dE", "none"))):
         if value not in known:
             raise ValueError(f"{name} is {value!r}: use {' or '.join(map(repr, known))}")
-    if filter_eps != "auto" and not (isinstance(filter_eps, (int, float)) and 0 < filter_eps < 1):
-        raise ValueError(f"filter_eps is {filter_eps!r}: use 'auto' or a probability between 0 and 1")
-    if gradient == "exact":
-        for name, value, default in (("filter", filter, "both"), ("rule", rule, "mass"), ("sort", sort, True),
-                                     ("filter_eps", filter_eps, "auto"), ("return_stats", return_stats, False)):
-            if value != default:
-                raise ValueError(f"{name}={value!r} is an option of the filter: use gradient='filter'")
-        return cce.linear_cross_entropy(
-            E, C, targets, bias, ignore_index=ignore_index, softcap=softcap, reduction=reduction, shift=shift,
-            return_lse=return_lse, backend=backend, workspace=workspace, check_targets=check_targets,
-        )
+    for name, value in (("filter_eps", filter_eps), ("max_error", max_error)):
+        if value != "auto" and not (isinstance(value, (int, float)) and 0 < value < 1):
+            raise ValueError(f"{name} is {value!r}: use 'auto' or a number between 0 and 1")
+    approximate = ("filter", "sparse", "auto")
+    for name, value, default, users in (("filter", filter, "both", ("filter",)), ("rule", rule, "mass", ("filter",)),
+                                        ("sort", sort, True, ("filter",)),
+                                        ("max_error", max_error, MAX_ERROR, ("auto",)),
+                                        ("filter_eps", filter_eps, "auto", approximate),
+                                        ("return_stats", return_stats, False, approximate)):
+        if value != default and gradient not in users:
+            raise ValueError(f"{name}={value!r} goes with gradient={' or '.join(map(repr, users))}, not {gradient!r}")
     wish = backend
     E, C, targets, backend = cce.checked_inputs(
         E, C, targets, bias, ignore_index, softcap, reduction, shift, backend, workspace, check_targets
+    )  # shifted, and cast under autocast
+    exact = functools.partial(
+        cce.linear_cross_entropy, E, C, targets, bias, ignore_index=ignore_index, softcap=softcap, reduction=reduction,
+        return_lse=return_lse, backend=wish, workspace=workspace,
     )
-    shape, targets = targets.shape, targets.reshape(-1)
+    if gradient == "exact":
+        return exact()
+    shape, x = targets.shape, targets.reshape(-1)
     E, C = cce.kernel_inputs(E.reshape(-1, C.shape[1]), C)
     fetched = backend == "triton" and cce.takes_descriptors(E, C)
     if wish == "triton" and not fetched and E.numel():
-        raise ValueError(f"backend is 'triton' but E is {E.dtype}, {E.shape[1]} wide: the filter's kernels need Hopper "
+        raise ValueError(f"backend is 'triton' but E is {E.dtype}, {E.shape[1]} wide: the kernels of 03 need Hopper "
                          "and 16-bit rows of whole 16 bytes: use 'auto' or 'torch'")
-    eps = default_eps(rule, E.dtype) if filter_eps == "auto" else filter_eps
-    stats = FilterStats(rule, eps) if return_stats else None
-    width = slice_width(*E.shape, E.device, E.dtype, workspace, filter)
-    kept = targets != ignore_index  # (N,)
+    kept = x != ignore_index  # (N,)
     counted = torch.ones_like(kept) if return_lse else kept  # an ignored row matters if its lse may have a gradient
-    lse, target_logit = _FilteredCrossEntropy.apply(
-        E, C, bias, targets, counted, softcap, Filter(rule, eps, filter, sort, fetched, width, stats)
-    )
-    loss = cce.loss_from(lse, target_logit, targets, C.shape[0], ignore_index, reduction, shape)
-    results = (loss, *([lse.view(shape)] if return_lse else []), *([stats] if return_stats else []))
-    return results if len(results) > 1 else loss
+    if gradient == "filter":
+        eps = default_eps(rule, E.dtype) if filter_eps == "auto" else filter_eps
+        stats = FilterStats(rule, eps) if return_stats else None
+        width = slice_width(*E.shape, E.device, E.dtype, workspace, filter)
+        how = Filter(rule, eps, filter, sort, fetched, width, stats)
+        pair = _FilteredCrossEntropy.apply(E, C, bias, x, counted, softcap, how)
+    else:
+        plan = cce.plan_for(E, C, softcap, reduction, return_lse, backend, workspace)
+        block = cce.plan_for(E, C, softcap, "none", return_lse, backend, workspace).block
+        stats = return_stats if isinstance(return_stats, SparseStats) else SparseStats()
+        how = Sparse(gradient, SPARSE_EPS if filter_eps == "auto" else filter_eps, max_error, plan.passes, block,
+                     sparse_room(*C.shape, E.dtype, workspace), "triton" if fetched else "torch", stats)
+        pair = sparse_lse(E, C, bias, x, counted, softcap, how)
+    if pair is None:
+        results = exact()
+        results = list(results) if return_lse else [results]
+    else:
+        lse, target_logit = pair
+        loss = cce.loss_from(lse, target_logit, x, C.shape[0], ignore_index, reduction, shape)
+        results = [loss, lse.view(shape)] if return_lse else [loss]
+    results += [stats] if return_stats else []
+    return tuple(results) if len(results) > 1 else results[0]
 
 
-# ==== 7. Checks =======================================================================================================
+def sparse_lse(E, C, bias, targets, counted, softcap, how):
+    """lse (N,) and the target's logit (N,), with sparse gradients; or None, and the reason in the statistics."""
+    (N, _), V, stats = E.shape, C.shape[0], how.stats
+    if not (torch.is_grad_enabled() and (E.requires_grad or C.requires_grad)) or N == 0:
+        stats.decision, stats.reason = "exact", "no gradient is wanted"
+        return None
+    unfit = "a bias" if bias is not None else "a softcap" if softcap is not None else None
+    if unfit and how.gradient == "sparse":
+        raise ValueError("gradient is 'sparse', which takes no bias and no softcap: use 'exact' or 'filter'")
+    if E.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise ValueError(f"gradient is {how.gradient!r}, which reads numbers back to decide: a CUDA graph cannot capture "
+                         "it: use 'exact'")
+    if how.gradient == "auto" and E.is_cuda and how.backend == "torch":
+        unfit = "inputs for which there are no kernels (16-bit rows of whole 16 bytes on Hopper)"
+    if unfit:
+        stats.decide(f"{unfit}: the sparse gradient has none of that")
+        return None
+    x = targets.where(counted & (targets >= 0) & (targets < V), -1)
+    with torch.no_grad(), torch.autocast(E.device.type, enabled=False):
+        found = survey(E, C, x, counted, how.eps)
+        forecast = Readback(found.forecast)
+        bounds = lower_bound(E, C, x, counted, found.head, how.eps, how.backend)  # work for the device in the meantime
+    numbers = forecast.read()
+    reason = refusal(*numbers, N, V, how)
+    stats.decide(reason)
+    stats.forecast, stats.survey = found.forecast, found
+    if reason:
+        return None
+    how = how._replace(capacity=min(how.capacity, places(N, numbers[0])))
+    return _SparseCrossEntropy.apply(E, C, x, counted, *bounds, *found[:4], how)
+
+
+# ==== 8. Checks =======================================================================================================
 
 
 def filter_backends(device, dtype, D):
@@ -671,6 +1247,171 @@ def check_autograd_modes(device="cpu"):
     cce.check_autograd_modes(device, loss, ("torch",))
 
 
+def adversarial_problems(device, dtype, D=24, seed=0):
+    """{name: (E, C, targets, eps)}, each with ignored rows, small enough for the interpreter."""
+    N, V = TILE_N + 8, 5 * TILE_V - 4
+    generator = torch.Generator().manual_seed(seed)
+    n, ignored = torch.arange(N), torch.arange(N) % 7 == 3
+
+    def problem(E, C, x, eps):
+        leaves = [t.to(device, dtype).requires_grad_() for t in (E, C)]
+        return *leaves, x.where(~ignored, -100).to(device), eps
+
+    E, C, x = (t.detach() for t in cce.trained_problem(N, V, D, torch.float32, "cpu", seed))
+    found = {"a Zipf law": problem(E, C, x, 2**-9)}
+    # Every row bets on a class of its own: there are more of them than the head takes.
+    own = torch.randperm(V, generator=generator)[:N]
+    C = torch.nn.functional.normalize(torch.randn(V, D, generator=generator))
+    found["all in the tail"] = problem(40 * C[own], C, own.where(n % 2 == 0, (own + 1) % V), 2**-9)
+    # All rows alike: 0.9 for the head's classes, 0.05 for one more, and the rest, a quarter of eps each, for the others.
+    p = torch.full((V,), 0.05 / V)
+    p[-1], p[: head_size(V)] = 0.05, 0.9 / head_size(V)
+    C = torch.randn(V, D, generator=generator) / 8
+    C[:, 0] = p.log()
+    E = torch.randn(N, D, generator=generator) / 8
+    E[:, 0] = 1
+    found["a class of every row"] = problem(E, C, n % V, 0.2 / V)
+    found["ties"] = problem(torch.zeros(N, D), C, n % V, 1 / V)
+    return found
+
+
+def dense_sparse(E, C, x, found, keep, g, h):
+    """The sparse gradient on dense logits made in the dtype of E: [loss (N,), dE, dC] for upstream gradients g (N,) of
+    the losses and h of lse, entries (N, V) of the tail to keep given; and m (N,), the probability dropped."""
+    logits = (E @ C.T).to(torch.promote_types(E.dtype, torch.float32))
+    p, counts = logits.softmax(1), x >= 0
+    onehot = torch.nn.functional.one_hot(x.clamp(min=0), C.shape[0]).bool() & counts.unsqueeze(1)
+    G = ((g * counts + h).unsqueeze(1) * p - g.unsqueeze(1) * onehot) * keep  # (N, V)
+    m = (p * ~keep).sum(1)  # (N,)
+    weight, mean_tail, prior = ((g * counts + h) * m).to(E.dtype), found.mean_tail.to(E.dtype), found.prior.to(E.dtype)
+    dE = G.to(E.dtype) @ C + torch.outer(weight, mean_tail)
+    dC = G.to(E.dtype).T @ E + torch.outer(prior, weight @ E)
+    return [(logits.logsumexp(1) - (logits * onehot).sum(1)) * counts, dE, dC], m
+
+
+def check_sparse(device="cpu", dtype=torch.float32, lse_weight=0.0, seed=0, names=None):
+    """Loss, gradients and dropped probability of what is hard, against the same rule on dense logits in fp64, by 02's
+    three-way rule: rows that lie in the tail, a class that every row lists, classes that no row lists, entries that lie
+    on the threshold, ignored rows. In several slabs; two runs give the same bits."""
+    for name, (E, C, x, eps) in adversarial_problems(device, dtype, seed=seed).items():
+        if names and name not in names:
+            continue
+        weight = torch.linspace(0.5, 1.5, len(x), device=device)
+        exact = [t.detach().double() for t in (E, C)]
+        p = (exact[0] @ exact[1].T).softmax(1)  # (N, V)
+        counted = torch.ones_like(x, dtype=torch.bool) if lse_weight else x >= 0
+        for backend in filter_backends(device, dtype, E.shape[1]):
+            runs = []
+            for _ in range(1 if backend == "triton" and INTERPRETED and name != "a Zipf law" else 2):
+                with mock.patch.dict(globals(), SLAB=1):
+                    loss, *lse, stats = linear_cross_entropy(
+                        E, C, x, gradient="sparse", filter_eps=eps, return_stats=True, reduction="none",
+                        backend=backend, return_lse=lse_weight > 0,
+                    )
+                total = (loss * weight).sum() + lse_weight * sum(part.sum() for part in lse)
+                runs.append([loss.detach(), *torch.autograd.grad(total, (E, C))])
+            title = f"{backend} {dtype}, {name}, lse {lse_weight}"
+            base.require(stats.decision == "sparse", f"{title}: {stats}")
+            keep = torch.zeros_like(p, dtype=torch.bool).index_fill_(1, stats.survey.head, True)
+            keep[x >= 0, x[x >= 0]] = True
+            # Rounding decides ties, for all of them alike: the dropped probability tells how.
+            lower = 1 - 1e-5 if stats.dropped.max() < 0.1 else 1 + 1e-5
+            keep |= p >= eps * (lower if name == "ties" else 1)
+            want, m = dense_sparse(*exact, x, stats.survey, keep, weight.double(), lse_weight)
+            peer, _ = dense_sparse(*(t.detach() for t in (E, C)), x, stats.survey, keep, weight, lse_weight)
+            base.require((stats.dropped - m * counted).abs().max() < 1e-4, f"{title}: other entries are dropped")
+            for part, g, q, w in zip(("loss", "dE", "dC"), runs[0], peer, want, strict=True):
+                cce.require_as_good(f"{title}: {part}", g, q, w, 2e-6 if dtype == torch.float32 else 1e-3)
+            base.require(all(map(torch.equal, runs[0], runs[-1])), f"{title}: two runs on the same input differ")
+
+
+def check_sparse_kernels(device="cpu"):
+    """check_sparse in 16 bits, where the kernels run."""
+    check_sparse(device, torch.bfloat16)
+
+
+def check_survey(device="cpu"):
+    """The head has the largest mean p over the rows that count; q is how what is dropped spreads, 0 in the head; the
+    forecast is what the approximation then does to these rows."""
+    for dtype, close in ((torch.float32, 1e-4), (torch.bfloat16, 3e-2), (torch.float16, 1e-2)):
+        E, C, x = (t.detach() for t in cce.trained_problem(SAMPLE, 50 * TILE_V, 24, dtype, device))
+        eps, counted = 2**-9, torch.ones_like(x, dtype=torch.bool)
+        found = survey(E, C, x, counted, eps)
+        e, c = E.double(), C.double()
+        p, head = (e @ c.T).softmax(1), found.head
+        mean = p.mean(0)
+        base.require(len(head) == head_size(len(C)) and bool((head.diff() > 0).all()), f"{dtype}: head {head}")
+        others = mean.index_fill(0, head, 0.0)
+        base.require(mean[head].min() > (1 - close) * others.max(), f"{dtype}: the head is not the likeliest classes")
+        dropped = p.where(p < eps, 0.0).index_fill_(1, head, 0.0).scatter_(1, x.unsqueeze(1), 0.0)
+        m, prior = dropped.sum(1), dropped.sum(0) / dropped.sum()
+        left = dropped @ c - m.unsqueeze(1) * (prior @ c)
+        relative = left.norm() / (p @ c - c[x]).norm()
+        bound = torch.maximum(p[:, head].sum(1, keepdim=True), p.gather(1, x.unsqueeze(1)))
+        candidates = ((p > eps * bound) & (others > 0)).sum(1).double().mean()
+        pairs = ((found.prior, prior), (found.mean_tail, prior @ c), (found.leftover, left.norm() / m.norm()),
+                 (found.forecast, torch.stack((candidates, m.mean(), relative))))
+        for what, (got, want) in zip(("prior", "mean tail", "leftover", "forecast"), pairs, strict=True):
+            base.require(cce.error(got, want) < close, f"{dtype}: {what} is off by {cce.error(got, want):.1e}")
+
+
+def check_auto(device="cpu"):
+    """gradient="auto" is exact for an untrained model, for a tail that depends on the context, for what it would gain
+    nothing on, and if what backward measures is not what the sample promised; sparse otherwise, within its bound."""
+    dtype = torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
+    N, V, D, eps = 1024, 8192, 64, 2**-9
+    E, C, x = cce.trained_problem(N, V, D, dtype, device)
+    fresh = torch.randn(V, D, device=device).mul_(0.02).to(dtype).requires_grad_()
+    other = E.detach().clone()
+    other[torch.arange(N, device=device) % 2 == 1] *= 0.3  # SAMPLE of 1024 rows are the even ones: every eighth
+    other.requires_grad_()
+    cases = {
+        "sharp": (E, C, 0.1, eps, "sparse", "forecast"),
+        "untrained": (E, fresh, 0.1, 2**-5, "exact", "would be dropped"),
+        "topics": (*topic_problem(N, V, D, dtype, device)[:2], 0.02, eps, "exact", "off by"),
+        "dense": (E, C, 0.1, 1e-5, "exact", "candidates"),
+        "the sample misleads": (other, C, 0.1, eps, "exact", "dropped"),
+    }
+    stats = SparseStats()
+    for calls, (name, (e, c, most, threshold, decision, reason)) in enumerate(cases.items(), 1):
+        options = dict(gradient="auto", filter_eps=threshold, max_error=most)
+        loss, same = linear_cross_entropy(e, c, x, return_stats=stats, **options)
+        got = torch.autograd.grad(loss, (e, c))
+        base.require(stats.decision == decision and reason in stats.reason, f"{name}: {stats}")
+        base.require(same is stats and (stats.calls, stats.sparse) == (calls, 1), f"{name}: {stats}")
+        want = cce.gradients_of(cce.linear_cross_entropy, e, c, None, x)
+        base.require(torch.equal(loss, want[0]) or cce.error(loss, want[0]) < 1e-5, f"{name}: loss")
+        for part, g, w, limit in zip(("dE", "dC"), got, want[1:], (most, most), strict=True):
+            limit = limit if decision == "sparse" else 1e-5 if dtype == torch.float32 else 6e-3
+            base.require(cce.error(g, w) < limit, f"{name}: {part} is off by {cce.error(g, w):.1e}")
+        if name == "sharp":
+            promised, found = stats.measured[2].item(), cce.error(got[0], want[1])
+            base.require(0.7 < found / promised < 1.4, f"error of dE {found:.1e}, measured as {promised:.1e}")
+    for _ in range(2):
+        with torch.no_grad():
+            linear_cross_entropy(E, C, x, gradient="auto", return_stats=stats)
+    base.require((stats.calls, stats.share) == (5, 0.2), f"calls without gradients count: {stats}")
+
+
+def check_room(device="cpu"):
+    """More candidates than places: nothing is written outside, and the gradient is the exact one."""
+    for dtype in (torch.float32, torch.bfloat16):
+        E, C, x, eps = adversarial_problems(device, dtype)["a Zipf law"]
+        for backend in filter_backends(device, dtype, E.shape[1]):
+            options = dict(gradient="sparse", filter_eps=eps, backend=backend, return_stats=True)
+            want = cce.gradients_of(cce.linear_cross_entropy, E, C, None, x, backend=backend, workspace=0)
+            with mock.patch.dict(globals(), places=lambda N, candidates: 64):
+                loss, stats = linear_cross_entropy(E, C, x, **options)
+            base.require(stats.decision == "sparse", f"before backward: {stats}")
+            got = [loss, *torch.autograd.grad(loss, (E, C))]
+            base.require(stats.decision == "exact" and "room for" in stats.reason, f"after backward: {stats}")
+            late, stats = linear_cross_entropy(E, C, x, workspace=0, **options)
+            base.require(stats.decision == "exact" and "room for 0" in stats.reason, f"without workspace: {stats}")
+            for values in (got, [late, *torch.autograd.grad(late, (E, C))]):
+                for g, w in zip(values, want, strict=True):
+                    base.require(cce.error(g, w) < (1e-5 if dtype == torch.float32 else 6e-3), f"{backend}: not exact")
+
+
 def check_order(device="cpu"):
     """The order is that of the average logit over the rows that count, and each class appears once."""
     for dtype in (torch.float32, torch.bfloat16):
@@ -733,12 +1474,15 @@ def check_reductions(device="cpu"):
 
 def check_bad_input(device="cpu"):
     """Each wrong argument: ValueError whose one line names it."""
-    E, C, bias, x = base.random_problem(6, 10, 4, torch.float32, device, bias=False)
-    cases = {"gradient is 'sparse'": dict(gradient="sparse"), "filter is 'dC'": dict(filter="dC"),
+    E, C, b, x = base.random_problem(6, 10, 4, torch.float32, device)
+    cases = {"gradient is 'dense'": dict(gradient="dense"), "filter is 'dC'": dict(filter="dC"),
              "rule is 'max'": dict(rule="max"), "filter_eps is 2": dict(filter_eps=2),
              "return_stats": dict(gradient="exact", return_stats=True), "sort": dict(gradient="exact", sort=False),
              "filter_eps is 'small'": dict(filter_eps="small"), "softcap": dict(softcap=-1.0),
-             "backend is 'triton'": dict(backend="triton"), "workspace": dict(workspace=-1)}
+             "backend is 'triton'": dict(backend="triton"), "workspace": dict(workspace=-1),
+             "max_error": dict(max_error=0.1), "max_error is 0": dict(gradient="auto", max_error=0),
+             "no bias": dict(gradient="sparse", bias=b), "no softcap": dict(gradient="sparse", softcap=2.0),
+             "rule": dict(gradient="auto", rule="element")}
     for word, options in cases.items():
         try:
             linear_cross_entropy(E, C, x, **{"gradient": "filter"} | options)
@@ -750,7 +1494,7 @@ def check_bad_input(device="cpu"):
 
 
 CHECKS = [check_filter, check_kernels, check_autograd_modes, check_order, check_permutation, check_nothing_dropped]
-CHECKS += [check_reductions, check_bad_input]
+CHECKS += [check_sparse, check_sparse_kernels, check_survey, check_auto, check_room, check_reductions, check_bad_input]
 
 # The bugs of --break.
 
@@ -777,7 +1521,32 @@ def _ignored_rows_count(log_values, lse, counted, eps):
     return any_row(log_values - lse >= math.log(eps))
 
 
+def _without_correction(dE, E, C, x, lse, lse_head, g_softmax, g_target, mean_tail, *rest):
+    return _blocked_row_pass(dE, E, C, x, lse, lse_head, g_softmax, g_target, torch.zeros_like(mean_tail), *rest)
+
+
+def _bound_too_high(*args):
+    lse_head, target_logit, threshold = _lower_bound(*args)
+    return lse_head, target_logit, threshold + 0.5
+
+
+_blocked_row_pass, _lower_bound, _blocked_entries = blocked_row_pass, lower_bound, blocked_entries
+
+
+@triton.jit
+def _lowest_bits_only(bits):
+    bits = bits & 0x7FFFFFFF
+    bits = bits - ((bits >> 1) & 0x55555555)
+    bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
+    bits = (bits + (bits >> 4)) & 0x0F0F0F0F
+    return ((bits * 0x01010101) >> 24).to(tl.int32)
+
+
 BREAKS = {
+    "no-correction": (check_sparse, "blocked_row_pass", _without_correction),
+    "bound-too-high": (check_sparse, "lower_bound", _bound_too_high),
+    "rare-targets": (check_sparse, "blocked_entries", lambda E, C, x, *rest: _blocked_entries(E, C, x * 0 - 1, *rest)),
+    "always-sparse": (check_auto, "refusal", lambda *numbers: None),
     "eps-after-scaling": (check_filter, "rows_reach", _after_scaling),
     "forget-targets": (check_filter, "target_tiles", _no_targets),
     "ignored-rows-count": (check_filter, "rows_reach", _ignored_rows_count),
@@ -793,11 +1562,12 @@ def _kernel_counts_ignored(*args):
 
 
 if base.HAS_TRITON:
+    BREAKS["lost-bit"] = (check_sparse_kernels, "popcount", _lowest_bits_only)
     BREAKS["first-tiles"] = (check_kernels, "kept_first", _first_tiles)
     BREAKS["kernel-counts-ignored"] = (check_kernels, "listed_gradient", _kernel_counts_ignored)
 
 
-# ==== 8. Measurements =================================================================================================
+# ==== 9. Measurements =================================================================================================
 
 
 def compare_training(device):
@@ -834,12 +1604,27 @@ def tiles_kept(E, C, x):
             rule, math.log2(eps), *shares))
 
 
-def measure(device, ledger, E, C, x, name):
-    """Tiles kept, time, memory and errors of the filters beside the exact gradient."""
+def topic_problem(N, V, D, dtype, device, topics=32, seed=0):
+    """cce.trained_problem, whose tail is alike in all rows, plus a tail that depends on the context: each class has one
+    of the topics, each block of N / topics rows too, and a row's logits of its own topic's classes are log 4 higher."""
+    E, C, x = cce.trained_problem(N, V, D, dtype, device, seed)
+    generator = torch.Generator(device).manual_seed(seed + 1)
+    directions = torch.randn(topics, D, device=device, generator=generator)
+    directions[:, 0] = 0  # holds the frequencies
+    directions = (math.log(4) ** 0.5 * torch.nn.functional.normalize(directions)).to(dtype)  # (topics, D)
+    with torch.no_grad():
+        C += directions[torch.randint(topics, (V,), device=device, generator=generator)]
+        E += directions[torch.arange(N, device=device) * topics // N]
+    return E, C, x
+
+
+def measure(device, ledger, E, C, x, name, only=None):
+    """What is kept, time, memory and errors of the approximations beside the exact gradient, of all or `only` some."""
     (N, D), V, b, cuda = E.shape, C.shape[0], E.element_size(), device.type == "cuda"
     tiles = -(-N // TILE_N) * -(-V // TILE_V)
     print(f"{name}: N = {N}, V = {V}, D = {D}, {E.dtype}; {tiles:,} tiles of {TILE_N} x {TILE_V}")
-    tiles_kept(E, C, x)
+    if only is None:
+        tiles_kept(E, C, x)
     E, C = (t.detach().requires_grad_() for t in (E, C))
     want = cce.gradients_of(cce.linear_cross_entropy, *(t.detach().float().requires_grad_() for t in (E, C)), None, x,
                             backend="torch")
@@ -848,13 +1633,16 @@ def measure(device, ledger, E, C, x, name):
             "element 2^-12": element(filter_eps=2**-12),
             "element 2^-12, only dE": element(filter_eps=2**-12, filter="dE"),
             **{f"mass 2^-{k}": mass(filter_eps=2.0**-k) for k in (12, 11, 10)},
-            "mass 2^-11, only dE": mass(filter_eps=2**-11, filter="dE")}
+            "mass 2^-11, only dE": mass(filter_eps=2**-11, filter="dE"),
+            "sparse": dict(gradient="sparse"), "auto": dict(gradient="auto")}
+    rows = {row: options for row, options in rows.items() if only is None or row in only}
     unit = cce.one_pass(E, C) if cuda else math.nan
     if cuda:
         print(f"one matrix pass of 2 N V D FLOP in cuBLAS: {unit:.2f} ms")
-    titles = f"{'tiles kept':>11}{'lost p':>8}{'loss+grad ms':>17}{'passes':>8}{'beyond MiB':>11}"
-    print(f"{'':<24}{titles}  error of dE, dC")
-    beyonds = {}
+    titles = f"{'kept':>11}{'lost p':>8}{'loss+grad ms':>17}{'passes':>8}{'beyond MiB':>11}"
+    print(f"{'':<24}{titles}  error of dE, dC, dC of classes that are no target here")
+    others = torch.ones(V, dtype=torch.bool, device=device).index_fill_(0, x, False)  # (V,)
+    beyonds, bounds, decisions, measured = {}, {}, {}, {}
     for row, options in rows.items():
         loss, kept = functools.partial(linear_cross_entropy, **options), ""
 
@@ -865,13 +1653,18 @@ def measure(device, ledger, E, C, x, name):
         if options:
             value, stats = loss(E, C, x, return_stats=True)
             value.backward()
-            kept = f"{100 * stats.keep.float().mean().item():9.1f} %{stats.dropped.mean().item():8.4f}"
-            base.require((stats.dropped <= stats.bound * 1.001).all().item(), f"{row}: lost more than the bound")
-            if row == "mass 2^-10":
-                bounded = stats.dropped.max().item(), stats.bound.max().item()
+            if options["gradient"] != "filter":
+                decisions[row] = stats
+                if stats.decision == "sparse":
+                    kept = "{:7.0f}/row{:8.4f}".format(*stats.measured.tolist())
+            else:
+                kept = f"{100 * stats.keep.float().mean().item():9.1f} %{stats.dropped.mean().item():8.4f}"
+                base.require((stats.dropped <= stats.bound * 1.001).all().item(), f"{row}: lost more than the bound")
+                bounds[row] = stats.dropped.max().item(), stats.bound.max().item()
         else:
             both()
-        errors = cce.error(E.grad, want[1]), cce.error(C.grad, want[2])
+        errors = measured[row] = [cce.error(*pair) for pair in (
+            (E.grad, want[1]), (C.grad, want[2]), (C.grad[others], want[2][others]))]
         times = f"{'needs a GPU':>25}"  # blocked PyTorch makes every tile and zeroes some: no time is saved
         if cuda:
             timing = base.bench(both, device)
@@ -880,20 +1673,36 @@ def measure(device, ledger, E, C, x, name):
         beyond = base.peak_bytes(both, device) - b * (N + V) * D
         E.grad = C.grad = None
         beyonds[row] = beyond
-        print(f"{row:<24}{kept:<19}{times}{beyond / MIB:11.1f}  {errors[0]:.1e}, {errors[1]:.1e}")
+        print(f"{row:<24}{kept:<19}{times}{beyond / MIB:11.1f}  " + ", ".join(f"{e:.1e}" for e in errors))
+    if "auto" in decisions:
+        print(f"auto: {decisions['auto'].decision}: {decisions['auto'].reason}")
+    kernels = cuda and cce.takes_descriptors(E, C)
     for row, which in (("mass 2^-10", "both"), ("mass 2^-11, only dE", "dE")):
-        predicted = filter_bytes(N, V, D, "cuda", torch.bfloat16, which=which)
-        measured = beyonds[row] / MIB if cuda and cce.takes_descriptors(E, C) else None  # the kernels' bytes
-        ledger.row(f"{row}: beyond dE, dC", "filter_bytes", predicted / MIB, measured, band=(0.9, 1.1))
-    ledger.row("mass 2^-10: most that a row lost", "tiles dropped * eps", bounded[1] or None, bounded[0], "", (0, 1))
+        if row in beyonds:
+            predicted = filter_bytes(N, V, D, "cuda", torch.bfloat16, which=which)
+            found = beyonds[row] / MIB if kernels else None  # the kernels' bytes
+            ledger.row(f"{row}: beyond dE, dC", "filter_bytes", predicted / MIB, found, band=(0.9, 1.1))
+    if "mass 2^-10" in bounds:
+        lost, bound = bounds["mass 2^-10"]
+        ledger.row("mass 2^-10: most that a row lost", "tiles dropped * eps", bound or None, lost, "", (0, 1))
+    if decisions["sparse"].decision == "sparse":
+        candidates, _, left = decisions["sparse"].forecast.tolist()
+        predicted = sparse_bytes(N, V, D, torch.bfloat16, places(N, candidates)) / MIB
+        ledger.row("sparse: beyond dE, dC", "sparse_bytes", predicted, beyonds["sparse"] / MIB if kernels else None,
+                   band=(0.8, 1.2))
+        ledger.row("sparse: error of dE", f"{SAMPLE} rows, rounding", math.hypot(left, measured["exact (02)"][0]) or None,
+                   measured["sparse"][0], "", (0.7, 1.4))
     print()
 
 
 def body(device, ledger, args):
     if args.shape and min(args.shape) < 1:
         raise ValueError(f"--shape {args.shape}: N, V and D must be at least 1")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     if args.checkpoint:
-        show_phenomenon(*load_checkpoint(args.checkpoint, device))
+        E, C, x, name = load_checkpoint(args.checkpoint, device)
+        show_phenomenon(E, C, name)
+        measure(device, ledger, E.to(dtype), C.to(dtype), x, f"{name} on held-out text")
         return
     for check in CHECKS:
         check(device)
@@ -904,13 +1713,14 @@ def body(device, ledger, args):
     E, C, x = compare_training(device)
     show_phenomenon(E, C, "the model of the exact gradient")
     print()
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     measure(device, ledger, E.to(dtype), C.to(dtype), x, "that model")
     shape = args.shape or (device.type == "cuda" and cce.gpu_shape())
     if shape:
         measure(device, ledger, *cce.trained_problem(*shape, dtype, device), "data with a Zipf law (02)")
+        few = ("exact (02)", "mass 2^-11", "sparse", "auto")
+        measure(device, ledger, *topic_problem(*shape, dtype, device), "the same, with topics", few)
     else:
-        print("data with a Zipf law (02), 8192 x 256000 x 2304: needs a GPU")
+        print("data with a Zipf law (02), without and with topics, 8192 x 256000 x 2304: needs a GPU")
 
 
 def add_arguments(parser):

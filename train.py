@@ -267,20 +267,26 @@ class World:
 
 
 LOSSES = {
+    "cce": functools.partial(filtering.linear_cross_entropy, gradient="auto"),
     "cce-exact": cce.linear_cross_entropy,
     "cce-filter": functools.partial(filtering.linear_cross_entropy, gradient="filter", filter="dE"),
+    "cce-sparse": functools.partial(filtering.linear_cross_entropy, gradient="sparse"),
     "reference": base.linear_cross_entropy_reference,
 }
+DECIDING = ("cce", "cce-sparse")  # have statistics of what they decided
 # What the cut losses may take on a GPU beyond dE and dC. A few per cent of a step's memory; with it the gradient goes
 # over tokens and saves a matrix pass. On a CPU (None) their blocks are as large as its cache.
 LOSS_WORKSPACE = {"cuda": 1024 * MIB, "cpu": None}
 
 
-def loss_sum(model, x, y, args):
-    """Summed loss of the tokens y (B, T), predicted from x (B, T)."""
+def loss_sum(model, x, y, args, stats):
+    """Summed loss of the tokens y (B, T), predicted from x (B, T). stats: a SparseStats of 03, for the losses that
+    decide how to make their gradient."""
     with torch.autocast(x.device.type, torch.bfloat16, enabled=args.dtype == "bf16"):
         E = model(x)  # (B, T, D)
         options = {} if args.loss == "reference" else dict(workspace=LOSS_WORKSPACE[x.device.type])
+        if args.loss in DECIDING:
+            return LOSSES[args.loss](E, model.classifier, y, reduction="sum", return_stats=stats, **options)[0]
         return LOSSES[args.loss](E, model.classifier, y, reduction="sum", **options)
 
 
@@ -290,13 +296,17 @@ def cut_dtype(args):
 
 def loss_plan(N, V, D, args, device):
     """02's plan for the exact gradient of one micro-batch."""
-    dtype = cut_dtype(args)
     kernels = device.type == "cuda" and base.HAS_TRITON and not base.INTERPRETED
-    fetched = kernels and dtype == torch.bfloat16 and D % 8 == 0 and cce.is_hopper(device)
     return cce.gradient_plan(
-        N, V, D, device, dtype, LOSS_WORKSPACE[device.type], tokens=fetched or not kernels,
-        backend="triton" if kernels else "torch",
+        N, V, D, device, cut_dtype(args), LOSS_WORKSPACE[device.type],
+        tokens=fetches(device, D, args) or not kernels, backend="triton" if kernels else "torch",
     )
+
+
+def fetches(device, D, args):
+    """Whether Hopper's kernels run: 02's v4, and those of 03."""
+    kernels = device.type == "cuda" and base.HAS_TRITON and not base.INTERPRETED
+    return kernels and args.dtype == "bf16" and D % 8 == 0 and cce.is_hopper(device)
 
 
 def share(count, world, accum, micro):
@@ -315,14 +325,15 @@ def micro_batch(data, step, micro, world, args, device):
     return x.to(device, non_blocking=True), y.to(device, non_blocking=True)
 
 
-def accumulate_gradients(model, data, step, world, args, device):
+def accumulate_gradients(model, data, step, world, args, device, stats):
     """Fill .grad with the gradient of the mean loss over the step's tokens, summed over micro-batches and processes.
 
     Each part divides its SUM by the tokens of the whole step, so parts add up whatever their size. Returns the part of
     the mean loss that this process saw."""
     total = torch.zeros((), device=device)
     for micro in range(args.accum):
-        loss = loss_sum(model, *micro_batch(data, step, micro, world, args, device), args) / (args.batch * args.seq)
+        loss = loss_sum(model, *micro_batch(data, step, micro, world, args, device), args, stats)
+        loss = loss / (args.batch * args.seq)
         loss.backward()
         total += loss.detach()
     all_reduce_gradients(model, world)
@@ -359,7 +370,7 @@ def validate(model, data, world, args, device):
     total = torch.zeros((), dtype=torch.float64, device=device)
     for start in range(0, len(mine), size):
         x, y = data.val.windows(mine[start : start + size])
-        total += loss_sum(model, x.to(device), y.to(device), args)
+        total += loss_sum(model, x.to(device), y.to(device), args, filtering.SparseStats())
     world.sum(total)
     return total.item() / (count * args.seq)
 
@@ -393,6 +404,8 @@ def predict_memory(config, batch, accum, args, device):
         beyond = loss_plan(N, V, D, args, device).beyond
         if args.loss == "cce-filter":
             beyond = filtering.filter_bytes(N, V, D, device, dtype, LOSS_WORKSPACE[device.type], "dE")
+        if args.loss == "cce-sparse":  # cce begins with the exact gradient
+            beyond = filtering.sparse_bytes(N, V, D, dtype, filtering.places(N, 100))
         loss = dtype.itemsize * (N + V) * D + beyond + (2 * (N + V) * D if autocast else 0)  # and E, C in bf16
     parts = dict(parameters=P, gradients=P, optimizer=2 * P)
     parts |= dict(activations=base.activation_bytes(config, N, autocast, fused_norm=cuda), loss=loss)
@@ -578,7 +591,8 @@ def describe_run(config, data, world, args, device, start):
     size, held = (sum(s.nbytes for s in part.shards) / MIB for part in (data.train, data.val))
     parts, peak = predict_memory(config, micro, args.accum, args, device)
     plan = loss_plan(micro * args.seq, config.vocab, args.dim, args, device)
-    how = {"cce-exact": f", gradient over {plan.order}, {plan.passes} matrix passes, {plan.block} at a time",
+    exact = f", gradient over {plan.order}, {plan.passes} matrix passes, {plan.block} at a time"
+    how = {"cce-exact": exact, "cce": f"{exact}; sparse, one pass, as long as dE is within {filtering.MAX_ERROR}",
            "cce-filter": f", dE without tiles of mass below {filtering.default_eps('mass', cut_dtype(args)):.1e}"}
     yield base.describe_device(device) + (f" | {world.size} processes" if world.size > 1 else "")
     yield f"data    {data.origin}: {size:.1f} MiB to train, {held:.2f} to validate"
@@ -652,6 +666,7 @@ def train(model, optimizer, data, config, world, args, device, start, stop):
     peak_flops = base.peak_flops(device, torch.bfloat16 if args.dtype == "bf16" else torch.float32)
     saved = start if args.resume else None
     spent, since = 0.0, 0  # seconds and steps since the last row
+    stats, told = filtering.SparseStats(), set()  # of this process's losses, and which decisions have been reported
 
     def validation(step):
         loss = validate(model, data, world, args, device)
@@ -683,7 +698,8 @@ def train(model, optimizer, data, config, world, args, device, start, stop):
         lr = learning_rate(step, args)
         for group in optimizer.param_groups:
             group["lr"] = lr
-        loss = accumulate_gradients(model, data, step, world, args, device)
+        before = stats.calls, stats.sparse
+        loss = accumulate_gradients(model, data, step, world, args, device, stats)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip or math.inf)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -699,15 +715,22 @@ def train(model, optimizer, data, config, world, args, device, start, stop):
         peak = used_peak_mib(device)
         eta = int((args.steps - done) * spent / since)
         bpb = "" if bits is None else f"  bpb {per_byte(loss):.3f}"
+        sparse = (stats.sparse - before[1]) / (stats.calls - before[0]) if args.loss in DECIDING else None
+        share = "" if sparse is None else f"  sparse {stats.share:.0%}"
         log.line(
             f"step {done}/{args.steps}  loss {loss:.4f}{bpb}  lr {lr:.2e}  norm {norm:.2f}  {tok_s:,.0f} tok/s  "
-            f"mfu {'unknown' if mfu is None else f'{mfu:.1%}'}  peak {peak:,.0f} MiB  eta {eta // 60}:{eta % 60:02d}",
+            f"mfu {'unknown' if mfu is None else f'{mfu:.1%}'}  peak {peak:,.0f} MiB{share}  "
+            f"eta {eta // 60}:{eta % 60:02d}",
             done, final=done == args.steps,
         )
         log.row(step=done, loss=loss, bpb=per_byte(loss), lr=lr, grad_norm=norm, tok_s=tok_s, mfu=mfu,
-                peak_mib=None if math.isnan(peak) else peak, seconds=time.perf_counter() - began)
+                peak_mib=None if math.isnan(peak) else peak, seconds=time.perf_counter() - began, sparse=sparse,
+                why=stats.reason)
         if done % args.log_every == 0:
             spent, since = 0.0, 0
+        if stats.decision not in told and args.loss in DECIDING:
+            told.add(stats.decision)
+            log.say(f"step {done}: gradient of the loss {stats.decision}: {stats.reason}")
         evaluate = done == args.steps or args.eval_every and done % args.eval_every == 0
         keep = done == args.steps or args.save_every and done % args.save_every == 0
         if (stopped or keep) and not all(p.isfinite().all() for p in model.parameters()):
@@ -747,8 +770,8 @@ def make_parser():
     add("--lr", type=float, help="peak learning rate (from the preset)")
     add("--clip", type=float, default=1.0, help="largest gradient norm; 0: do not clip (1.0)")
     add("--dtype", choices=("bf16", "fp32"), help="of the matrix products (bf16 where the GPU has it, else fp32)")
-    add("--loss", choices=list(LOSSES), default="cce-exact",
-        help="cut cross-entropy, with a filtered dE, or materialised logits (cce-exact)")
+    add("--loss", choices=list(LOSSES),
+        help="cut cross-entropy; exact; with a filtered dE; sparse; or materialised logits (cce or cce-exact)")
     add("--tokens", choices=("bytes", "bigrams"), help="what a token of text is (from the preset)")
     add("--data", help="file or quoted glob of .txt or .bin shards (default: Python source on this machine)")
     add("--val", help="the same for validation (default: the last 1%% of --data)")
@@ -827,6 +850,8 @@ def parse(argv):
     if not args.steps and not args.sample:
         raise ValueError("--steps 0: nothing to train, and no text to sample: raise --steps")
     args.dtype, args.why_dtype = choose_dtype(args)
+    if args.loss is None:  # the sparse gradient's kernels need Hopper; elsewhere there is nothing to decide
+        args.loss = "cce" if fetches(torch.device(args.device), args.dim, args) else "cce-exact"
     args.why_loss = "materialised logits"
     if args.loss != "reference":
         args.why_loss = "blocked PyTorch" if args.device == "cpu" or base.INTERPRETED else "Triton kernels"
