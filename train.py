@@ -9,14 +9,17 @@
 
 What it shows
     The model ends in embeddings E (N, D). Its loss goes through 02's cut cross-entropy, so the (N, V) logits of the
-    last layer never exist: doubling the vocabulary costs parameters, not activations. --loss cce-filter leaves out what
-    03 would leave out of dE (dC stays exact: this is pretraining, and a filtered dC starves the rows of rare tokens);
-    --loss reference switches to the materialised loss for comparison.
+    last layer never exist: doubling the vocabulary costs parameters, not activations. Its gradient is
+    sparse (03: one pass over the logits) from the step on in which that is within 2 % of the exact one, exact before
+    (--loss cce, the default where 03's kernels run); always exact (cce-exact, the default elsewhere); always sparse; or
+    without the tiles that 03 would leave out of dE (cce-filter; dC stays exact, a filtered one starves the rows of rare
+    tokens). --loss reference switches to the materialised loss for comparison.
 
 What stays the same whatever the number of processes
     --batch counts the sequences of one optimizer step over ALL processes and micro-batches. Sequence i of step s is
     number s * batch + i of a shuffled order that depends on --seed alone, so with the same --batch, --gpus and --accum
-    only cut the same step into parts: the losses agree to rounding. The position in the data is the step number.
+    only cut the same step into parts: the losses agree to rounding (sparse gradients to their error). The position in
+    the data is the step number.
     (Without --batch, a GPU run takes up to 64 sequences a process, so there two GPUs take larger steps than one.)
 
 Defaults come from --preset, and that from the device. Checkpoints restore the flags they were made with, except those
@@ -274,6 +277,7 @@ LOSSES = {
     "reference": base.linear_cross_entropy_reference,
 }
 DECIDING = ("cce", "cce-sparse")  # have statistics of what they decided
+CANDIDATES = 32  # entries of the tail that a row lists, for the prediction of memory
 # What the cut losses may take on a GPU beyond dE and dC. A few per cent of a step's memory; with it the gradient goes
 # over tokens and saves a matrix pass. On a CPU (None) their blocks are as large as its cache.
 LOSS_WORKSPACE = {"cuda": 1024 * MIB, "cpu": None}
@@ -405,7 +409,7 @@ def predict_memory(config, batch, accum, args, device):
         if args.loss == "cce-filter":
             beyond = filtering.filter_bytes(N, V, D, device, dtype, LOSS_WORKSPACE[device.type], "dE")
         if args.loss == "cce-sparse":  # cce begins with the exact gradient
-            beyond = filtering.sparse_bytes(N, V, D, dtype, filtering.places(N, 100))
+            beyond = filtering.sparse_bytes(N, V, D, dtype, filtering.places(N, CANDIDATES))
         loss = dtype.itemsize * (N + V) * D + beyond + (2 * (N + V) * D if autocast else 0)  # and E, C in bf16
     parts = dict(parameters=P, gradients=P, optimizer=2 * P)
     parts |= dict(activations=base.activation_bytes(config, N, autocast, fused_norm=cuda), loss=loss)
@@ -665,7 +669,7 @@ def train(model, optimizer, data, config, world, args, device, start, stop):
     per_byte = lambda loss: None if bits is None else loss * bits  # noqa: E731
     peak_flops = base.peak_flops(device, torch.bfloat16 if args.dtype == "bf16" else torch.float32)
     saved = start if args.resume else None
-    spent, since = 0.0, 0  # seconds and steps since the last row
+    spent, since, of_them = 0.0, 0, 0.0  # seconds and steps since the last row, of them with a sparse gradient
     stats, told = filtering.SparseStats(), set()  # of this process's losses, and which decisions have been reported
 
     def validation(step):
@@ -716,7 +720,8 @@ def train(model, optimizer, data, config, world, args, device, start, stop):
         eta = int((args.steps - done) * spent / since)
         bpb = "" if bits is None else f"  bpb {per_byte(loss):.3f}"
         sparse = (stats.sparse - before[1]) / (stats.calls - before[0]) if args.loss in DECIDING else None
-        share = "" if sparse is None else f"  sparse {stats.share:.0%}"
+        of_them = 0.0 if sparse is None else of_them + sparse
+        share = "" if sparse is None else f"  sparse {of_them / since:.0%}"
         log.line(
             f"step {done}/{args.steps}  loss {loss:.4f}{bpb}  lr {lr:.2e}  norm {norm:.2f}  {tok_s:,.0f} tok/s  "
             f"mfu {'unknown' if mfu is None else f'{mfu:.1%}'}  peak {peak:,.0f} MiB{share}  "
@@ -727,7 +732,7 @@ def train(model, optimizer, data, config, world, args, device, start, stop):
                 peak_mib=None if math.isnan(peak) else peak, seconds=time.perf_counter() - began, sparse=sparse,
                 why=stats.reason)
         if done % args.log_every == 0:
-            spent, since = 0.0, 0
+            spent, since, of_them = 0.0, 0, 0.0
         if stats.decision not in told and args.loss in DECIDING:
             told.add(stats.decision)
             log.say(f"step {done}: gradient of the loss {stats.decision}: {stats.reason}")
