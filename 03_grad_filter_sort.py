@@ -185,14 +185,17 @@ def filter_bytes(N, V, D, device, dtype, workspace=None, which="both"):
     return 8 * V + max(held, buffers + held // 2)
 
 
-# And of rung 3, beyond the one pass: three small passes over the head; the survey's, over its rows; and the fetching of
-# a row of C and one of E for each candidate, which costs what ENTRY_COST entries of a dense pass cost.
+# And of rung 3, beyond the one pass: three small ones over the head's columns, three over the survey's rows; for each
+# candidate a row of C and one of E, fetched in what ENTRY_COST entries of a dense pass take; and some two hundred small
+# kernels, FIXED_COST multiply-adds' worth of time (3 ms) on a GPU. Both constants were measured on an H200.
 ENTRY_COST = 400
+FIXED_COST = {"cuda": 1.2e12, "cpu": 0.0}
 
 
-def sparse_passes(N, V, candidates):
+def sparse_passes(N, V, D, candidates, device):
     """Matrix passes' worth of time of loss and sparse gradient, for a mean number of candidates a row."""
-    return 1 + 3 * head_size(V) / V + 3 * min(SAMPLE, N) / N + ENTRY_COST * candidates / V
+    small = 3 * head_size(V) / V + 3 * min(SAMPLE, N) / N + FIXED_COST[device.type] / (N * V * D)
+    return 1 + small + ENTRY_COST * candidates / V
 
 
 ENTRY_BYTES = 48  # of an entry while the column pass's sort runs
@@ -875,16 +878,16 @@ class SparseStats:
             "forecast" if self.measured is None else "measured", *numbers.tolist())
 
 
-def refusal(candidates, dropped, error_E, error_C, N, V, how):
+def refusal(candidates, dropped, error_E, error_C, E, V, how):
     """Why not to use the sparse gradient, for numbers that were forecast or measured (a row's means, relative errors);
     None if nothing is against it. NaN is."""
-    if not candidates * N <= how.capacity:
-        return f"{candidates:.0f} candidates a row, places for {how.capacity // N}"
+    if not candidates * len(E) <= how.capacity:
+        return f"{candidates:.0f} candidates a row, places for {how.capacity // len(E)}"
     if how.gradient == "sparse":
         return None
-    if not sparse_passes(N, V, candidates) < how.passes:
-        passes = sparse_passes(N, V, candidates)
-        return f"{candidates:.0f} candidates a row would cost {passes:.1f} matrix passes, exact is {how.passes}"
+    passes = sparse_passes(len(E), V, E.shape[1], candidates, E.device)
+    if not passes < how.passes:
+        return f"{candidates:.0f} candidates a row, {passes:.1f} matrix passes' worth of time: exact takes {how.passes}"
     if not dropped <= MAX_DROPPED:
         return f"{dropped:.2f} of the probability would be dropped, more than {MAX_DROPPED}"
     for what, error in (("dE", error_E), ("dC", error_C)):
@@ -938,7 +941,7 @@ class _SparseCrossEntropy(torch.autograd.Function):
             column_pass(dC, E, entries, values, found.prior, lost_E, unit)
             dC = dC.to(C.dtype).index_copy_(0, head, dC_head)
         last = stats.calls == ctx.call  # else the statistics speak of a later call
-        refused = refusal(*answer.read(), N, V, how._replace(passes=math.inf))  # what it would cost, it has cost
+        refused = refusal(*answer.read(), E, V, how._replace(passes=math.inf))  # what it would cost, it has cost
         if refused is None:
             if last:
                 stats.measured, stats.dropped = measured, m
@@ -1204,7 +1207,7 @@ def sparse_lse(E, C, bias, targets, counted, softcap, how):
             forecast = Readback(found.forecast)
             bounds = lower_bound(E, C, x, counted, found.head, how.eps, how.backend)  # the device goes on meanwhile
         numbers = forecast.read()
-        refused = refusal(*numbers, N, V, how)
+        refused = refusal(*numbers, E, V, how)
     stats.decide(refused)
     stats.survey, stats.forecast = found, found and found.forecast
     if refused:
@@ -1395,7 +1398,8 @@ def check_sparse(device="cpu", dtype=torch.float32, lse_weight=0.0, seed=0, name
             base.require((stats.dropped - m * counted).abs().max() < 1e-4, f"{title}: other entries are dropped")
             for part, g, q, w in zip(("loss", "dE", "dC"), runs[0], peer, want, strict=True):
                 cce.require_as_good(f"{title}: {part}", g, q, w, 2e-6 if dtype == torch.float32 else 1e-3)
-            base.require(all(map(torch.equal, runs[0], runs[-1])), f"{title}: two runs on the same input differ")
+            same = all(map(torch.equal, runs[0], runs[-1]))  # cuSPARSE promises nothing
+            base.require(same or backend == "torch" and E.is_cuda, f"{title}: two runs on the same input differ")
 
 
 def check_sparse_kernels(device="cpu"):
@@ -1463,10 +1467,12 @@ def check_auto(device="cpu"):
         "two halves": (halves_E, halves_C, 0.02, eps, "exact", "dC would be off"),
     }
     stats = SparseStats()
+    free = mock.patch.dict(FIXED_COST, cuda=0.0)  # these problems are small
     for calls, (name, (e, c, most, threshold, decision, reason)) in enumerate(cases.items(), 1):
         target = n % 64 if name == "two halves" else x
         options = dict(gradient="auto", filter_eps=threshold, max_error=most)
-        loss, same = linear_cross_entropy(e, c, target, return_stats=stats, **options)
+        with free:
+            loss, same = linear_cross_entropy(e, c, target, return_stats=stats, **options)
         got = torch.autograd.grad(loss, (e, c))
         base.require(stats.decision == decision and reason in stats.reason, f"{name}: {stats}")
         base.require(same is stats and (stats.calls, stats.sparse) == (calls, 1), f"{name}: {stats}")
@@ -1728,11 +1734,9 @@ def measure(device, ledger, E, C, x, name, only=None):
             "mass 2^-11, only dE": mass(filter_eps=2**-11, filter="dE"),
             "sparse": dict(gradient="sparse"), "auto": dict(gradient="auto")}
     rows = {row: options for row, options in rows.items() if only is None or row in only}
-    unit = cce.one_pass(E, C) if cuda else math.nan
-    if cuda:
-        print(f"one matrix pass of 2 N V D FLOP in cuBLAS: {unit:.2f} ms")
+    units = []
     titles = f"{'kept':>11}{'lost p':>8}{'loss+grad ms':>17}{'passes':>8}{'beyond MiB':>11}"
-    print(f"{'':<24}{titles}  error of dE, dC, dC of classes that are no target here")
+    print(f"{'':<24}{titles}  error of dE, dC, its rows of no target")
     others = torch.ones(V, dtype=torch.bool, device=device).index_fill_(0, x, False)  # (V,)
     beyonds, bounds, decisions, measured = {}, {}, {}, {}
     for row, options in rows.items():
@@ -1760,12 +1764,16 @@ def measure(device, ledger, E, C, x, name, only=None):
         times = f"{'needs a GPU':>25}"  # blocked PyTorch makes every tile and zeroes some: no time is saved
         if cuda:
             timing = base.bench(both, device)
+            unit = cce.one_pass(E, C)  # beside each row, under the clocks of that moment
+            units.append(unit)
             times = f"{timing.median:8.2f} +- {timing.spread:<5.2f}{timing.median / unit:8.2f}"
         E.grad = C.grad = None
         beyond = base.peak_bytes(both, device) - b * (N + V) * D
         E.grad = C.grad = None
         beyonds[row] = beyond
         print(f"{row:<24}{kept:<19}{times}{beyond / MIB:11.1f}  " + ", ".join(f"{e:.1e}" for e in errors))
+    if cuda:
+        print(f"one matrix pass of 2 N V D FLOP in cuBLAS, timed after each row: {min(units):.2f} to {max(units):.2f} ms")
     if "auto" in decisions:
         print(f"auto: {decisions['auto'].decision}: {decisions['auto'].reason}")
     kernels = cuda and cce.takes_descriptors(E, C)

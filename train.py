@@ -730,7 +730,7 @@ def train(model, optimizer, data, config, world, args, device, start, stop):
         )
         log.row(step=done, loss=loss, bpb=per_byte(loss), lr=lr, grad_norm=norm, tok_s=tok_s, mfu=mfu,
                 peak_mib=None if math.isnan(peak) else peak, seconds=time.perf_counter() - began, sparse=sparse,
-                why=stats.reason)
+                why=stats.reason if args.loss in DECIDING else None)
         if done % args.log_every == 0:
             spent, since, of_them = 0.0, 0, 0.0
         if stats.decision not in told and args.loss in DECIDING:
