@@ -41,6 +41,7 @@ import functools
 import importlib
 import json
 import math
+import statistics
 import sys
 import textwrap
 from pathlib import Path
@@ -627,8 +628,8 @@ def blocked_entries(E, C, x, threshold, head):
 
 def entry_matrix(entries, values, N, V):
     """G (N, V), sparse."""
-    at = torch.stack((entries.rows, entries.classes))
-    return torch.sparse_coo_tensor(at, values, (N, V), check_invariants=False).coalesce()
+    with torch.sparse.check_sparse_tensor_invariants(enable=False):  # said explicitly, or torch 2.11 warns
+        return torch.sparse_coo_tensor(torch.stack((entries.rows, entries.classes)), values, (N, V)).coalesce()
 
 
 def blocked_row_pass(dE, E, C, x, lse, lse_head, g_softmax, g_target, mean_tail, entries, eps):
@@ -1397,7 +1398,8 @@ def check_sparse(device="cpu", dtype=torch.float32, lse_weight=0.0, seed=0, name
             peer, _ = dense_sparse(*(t.detach() for t in (E, C)), x, stats.survey, keep, weight, lse_weight)
             base.require((stats.dropped - m * counted).abs().max() < 1e-4, f"{title}: other entries are dropped")
             for part, g, q, w in zip(("loss", "dE", "dC"), runs[0], peer, want, strict=True):
-                cce.require_as_good(f"{title}: {part}", g, q, w, 2e-6 if dtype == torch.float32 else 1e-3)
+                # m = 1 - head - kept is off by a few 2^-24 whatever its size; one lost entry would be 2^-9.
+                cce.require_as_good(f"{title}: {part}", g, q, w, 1e-5 if dtype.itemsize > 2 else 1e-3)
             same = all(map(torch.equal, runs[0], runs[-1]))  # cuSPARSE promises nothing
             base.require(same or backend == "torch" and E.is_cuda, f"{title}: two runs on the same input differ")
 
@@ -1734,7 +1736,7 @@ def measure(device, ledger, E, C, x, name, only=None):
             "mass 2^-11, only dE": mass(filter_eps=2**-11, filter="dE"),
             "sparse": dict(gradient="sparse"), "auto": dict(gradient="auto")}
     rows = {row: options for row, options in rows.items() if only is None or row in only}
-    units = []
+    units, lines = [], []
     titles = f"{'kept':>11}{'lost p':>8}{'loss+grad ms':>17}{'passes':>8}{'beyond MiB':>11}"
     print(f"{'':<24}{titles}  error of dE, dC, its rows of no target")
     others = torch.ones(V, dtype=torch.bool, device=device).index_fill_(0, x, False)  # (V,)
@@ -1761,19 +1763,23 @@ def measure(device, ledger, E, C, x, name, only=None):
             both()
         errors = measured[row] = [cce.error(*pair) for pair in (
             (E.grad, want[1]), (C.grad, want[2]), (C.grad[others], want[2][others]))]
-        times = f"{'needs a GPU':>25}"  # blocked PyTorch makes every tile and zeroes some: no time is saved
+        timing = base.bench(both, device) if cuda else None
         if cuda:
-            timing = base.bench(both, device)
-            unit = cce.one_pass(E, C)  # beside each row, under the clocks of that moment
-            units.append(unit)
-            times = f"{timing.median:8.2f} +- {timing.spread:<5.2f}{timing.median / unit:8.2f}"
+            units.append(cce.one_pass(E, C))  # after each row: the clocks drift, the mean is the fair unit
         E.grad = C.grad = None
         beyond = base.peak_bytes(both, device) - b * (N + V) * D
         E.grad = C.grad = None
         beyonds[row] = beyond
-        print(f"{row:<24}{kept:<19}{times}{beyond / MIB:11.1f}  " + ", ".join(f"{e:.1e}" for e in errors))
+        said = f"{beyond / MIB:11.1f}  " + ", ".join(f"{e:.1e}" for e in errors)
+        lines.append((f"{row:<24}{kept:<19}", timing, said))
+    for start, timing, said in lines:
+        times = f"{'needs a GPU':>25}"  # the filters in blocked PyTorch make every tile and zero some: no time is saved
+        if timing:
+            times = f"{timing.median:8.2f} +- {timing.spread:<5.2f}{timing.median / statistics.mean(units):8.2f}"
+        print(start + times + said)
     if cuda:
-        print(f"one matrix pass of 2 N V D FLOP in cuBLAS, timed after each row: {min(units):.2f} to {max(units):.2f} ms")
+        print(f"one matrix pass of 2 N V D FLOP in cuBLAS, timed after each row: {statistics.mean(units):.2f} ms, "
+              f"from {min(units):.2f} to {max(units):.2f}")
     if "auto" in decisions:
         print(f"auto: {decisions['auto'].decision}: {decisions['auto'].reason}")
     kernels = cuda and cce.takes_descriptors(E, C)
