@@ -220,7 +220,7 @@ def sparse_bytes(N, V, D, dtype, capacity):
     results, lists = b * (N + V) * D, 8 * capacity
     surveyed = 4 * b * min(SAMPLE, N) * V
     forward = lists + SLAB + 2 * 4 * N * math.ceil(V / TILE_V)
-    head = lists + 4 * N * D + b * H * (N + 2 * D)
+    head = lists + 4 * N * D + b * H * (N + 2 * D) + 4 * H * D  # the last: cuBLAS, which splits the sum for dC
     column = ENTRY_BYTES * capacity + b * H * D
     return max(column, *(size - results for size in (surveyed, forward, head)))
 
@@ -545,17 +545,16 @@ def class_drift(dropped, m, e, count, eps):
     estimated from rows (R, V), m (R,), e (R, D): |dC|^2 = sum over pairs of rows of (d . d') (E . E'). Each row pairs
     with itself once, with others count / R times as often as in the sample; and q is known from a sample only: half of
     the difference between its two halves tells how well."""
-    R, sums = len(m), m.dtype
-    K = eps**2 * times_rows(dropped, dropped.T)  # (R, R)
+    K, alike, m = eps**2 * times_rows(dropped, dropped.T).double(), e.double() @ e.double().T, m.double()  # (R, R) each
     a, total = K.sum(0), m.sum().clamp(min=1e-30)  # a = total * (q . dropped)
     left = K - (torch.outer(m, a) + torch.outer(a, m)) / total + torch.outer(m, m) * a.sum() / total**2
-    alike = e.to(sums) @ e.to(sums).T  # (R, R)
     itself, pairs = (left * alike).diag().sum(), (left * alike).sum()
-    even = torch.arange(R, device=m.device) % 2 == 0
+    even = torch.arange(len(m), device=m.device) % 2 == 0
     halves = torch.where(even, 1 / (m * even).sum().clamp(min=1e-30), -1 / (m * ~even).sum().clamp(min=1e-30))
     doubt = (halves @ K @ halves) / 4 * (m @ alike @ m)
-    share = count / R
-    return (share * itself + share**2 * ((pairs - itself).clamp(min=0) + doubt)).clamp(min=0).sqrt()
+    share = count / len(m)
+    square = share * itself + share**2 * ((pairs - itself).clamp(min=0) + doubt)
+    return square.clamp(min=0).sqrt().to(product_dtypes(e)[0])
 
 
 def head_size(V):
@@ -1397,6 +1396,7 @@ def check_sparse(device="cpu", dtype=torch.float32, lse_weight=0.0, seed=0, name
             want, m = dense_sparse(*exact, x, stats.survey, keep, weight.double(), lse_weight)
             peer, _ = dense_sparse(*(t.detach() for t in (E, C)), x, stats.survey, keep, weight, lse_weight)
             base.require((stats.dropped - m * counted).abs().max() < 1e-4, f"{title}: other entries are dropped")
+            base.require(stats.measured.isfinite().all().item(), f"{title}: {stats}")
             for part, g, q, w in zip(("loss", "dE", "dC"), runs[0], peer, want, strict=True):
                 # m = 1 - head - kept is off by a few 2^-24 whatever its size; one lost entry would be 2^-9.
                 cce.require_as_good(f"{title}: {part}", g, q, w, 1e-5 if dtype.itemsize > 2 else 1e-3)
