@@ -1191,14 +1191,17 @@ def sparse_lse(E, C, bias, targets, counted, softcap, how):
     if not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (E, C, bias))) or N == 0:
         stats.reset("exact", "no gradient is wanted")
         return None
-    refused = None
-    if not bias is softcap is None:
-        refused = "a bias or a softcap, which the sparse gradient does not take"
-    elif how.gradient == "auto" and E.is_cuda and how.backend == "torch":
-        refused = "no kernels for these inputs: they need Hopper, and 16-bit rows of whole 16 bytes"
-    elif E.is_cuda and torch.cuda.is_current_stream_capturing():
+    if E.is_cuda and torch.cuda.is_current_stream_capturing():
         raise ValueError(f"gradient is {how.gradient!r}, which reads numbers back to decide: a CUDA graph cannot "
                          "capture it: use 'exact'")
+    refused = None
+    if how.gradient == "auto":  # what needs no look at the numbers
+        if not bias is softcap is None:
+            refused = "a bias or a softcap, which the sparse gradient does not take"
+        elif E.is_cuda and how.backend == "torch":
+            refused = "no kernels for these inputs: they need Hopper, and 16-bit rows of whole 16 bytes"
+        elif not sparse_passes(N, V, E.shape[1], 0.0, E.device) < how.passes:
+            refused = "too few tokens or classes to gain anything"
     found = None
     if refused is None:
         x = targets.where(counted & (targets >= 0) & (targets < V), -1)
