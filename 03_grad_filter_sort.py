@@ -219,7 +219,7 @@ def sparse_bytes(N, V, D, dtype, capacity):
     b, H = dtype.itemsize, head_size(V)
     results, lists = b * (N + V) * D, 8 * capacity
     surveyed = 4 * b * min(SAMPLE, N) * V
-    forward = lists + SLAB + 2 * 4 * N * math.ceil(V / TILE_V)
+    forward = lists + min(SLAB, N * V // 8) + 2 * 4 * N * math.ceil(V / TILE_V)
     head = lists + 4 * N * D + b * H * (N + 2 * D) + 4 * H * D  # the last: cuBLAS, which splits the sum for dC
     column = ENTRY_BYTES * capacity + b * H * D
     return max(column, *(size - results for size in (surveyed, forward, head)))
@@ -497,7 +497,7 @@ def survey(E, C, x, eps):
     p_head, p_target = p[:, head], p.gather(1, x[rows].clamp(min=0).unsqueeze(1))  # (R, H), (R, 1)
     bound = eps * torch.maximum(p_head.sum(1, keepdim=True), p_target)  # (R, 1)
     candidates = (p > bound).sum(1) - (p_head > bound).sum(1)  # (R,)
-    dropped = dropped_part(p, head, x[rows], eps)  # (R, V)
+    dropped = dropped_part(p, head, x[rows], eps, narrow)  # (R, V)
     m = eps * dropped.sum(1, dtype=sums)  # (R,)
     total = m.sum().clamp(min=1e-30)
     lost, everything = times_rows(torch.cat((dropped, p.to(narrow))), C).split(len(rows))  # (R, D) each
@@ -526,9 +526,9 @@ def probabilities(E, C):
     return torch.softmax(E @ C.T, 1, dtype=E.dtype if E.dtype == torch.bfloat16 else product_dtypes(E)[0])
 
 
-def dropped_part(p, head, x, eps):
-    """What is dropped of p (R, V), in units of eps, which keep fp16 from underflow."""
-    dropped = p.where(p < eps, 0.0).div_(eps).to(product_dtypes(p)[1])
+def dropped_part(p, head, x, eps, dtype):
+    """What is dropped of p (R, V) for targets x (R,), as this dtype, in units of eps: fp16 would underflow."""
+    dropped = p.where(p < eps, 0.0).div_(eps).to(dtype)
     return dropped.index_fill_(1, head, 0.0).scatter_(1, x.clamp(min=0).unsqueeze(1), 0.0)
 
 
@@ -907,7 +907,7 @@ class _SparseCrossEntropy(torch.autograd.Function):
         else:
             lse, entries = blocked_entries(E, C, x, threshold, found.head)
         ctx.save_for_backward(E, C, x, counted, lse, lse_head, *found, *entries)
-        ctx.how, ctx.call = how, how.stats.calls
+        ctx.how, ctx.call, ctx.revoked = how, how.stats.calls, False
         return lse, target_logit.clone()
 
     @staticmethod
@@ -946,7 +946,7 @@ class _SparseCrossEntropy(torch.autograd.Function):
             if last:
                 stats.measured, stats.dropped = measured, m
             return dE, dC, *[None] * 7
-        if not ctx.__dict__.get("revoked"):
+        if not ctx.revoked:  # by an earlier backward through this call
             ctx.revoked, stats.sparse = True, stats.sparse - 1
         if last:
             stats.reset("exact", refused)
@@ -961,7 +961,7 @@ def errors_left(E, C, x, g_softmax, weight, found, eps, dE, norm_C):
     dropped probability leaves is known from the sample; it is measured again on the rows that lose most, which a sample
     may have missed."""
     rows = torch.sort(weight.abs(), descending=True, stable=True).indices[:CHECKED]  # (R,)
-    dropped = dropped_part(probabilities(E[rows], C), found.head, x[rows], eps)  # (R, V)
+    dropped = dropped_part(probabilities(E[rows], C), found.head, x[rows], eps, product_dtypes(E)[1])  # (R, V)
     m = eps * dropped.sum(1, dtype=dE.dtype)
     left = g_softmax[rows].unsqueeze(1) * (eps * times_rows(dropped, C) - m.unsqueeze(1) * found.mean_tail)  # (R, D)
     residual = torch.maximum(found.residual, left.norm() / (g_softmax[rows] * m).norm().clamp(min=1e-30))
