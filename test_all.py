@@ -223,7 +223,7 @@ def test_filter_on_awkward_shapes():
                 assert cce.error(got, exact) < 1e-2
 
 
-@pytest.mark.parametrize("options", [dict(lse_weight=0.3), dict(seed=1), dict(seed=2)], ids=str)
+@pytest.mark.parametrize("options", [dict(lse_weight=0.3), dict(seed=1)], ids=str)
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
 def test_sparse_gradient_equals_its_rule_on_dense_logits(dtype, options):
     """Adversarial rows: all mass in the tail, a class that all rows list, empty classes, ties, ignored rows."""
@@ -257,6 +257,30 @@ def test_sparse_gradient_on_awkward_shapes():
                         loss = functools.partial(gfs.linear_cross_entropy, gradient=gradient, backend=backend)
                         for g, w in zip(cce.gradients_of(loss, E, C, None, targets), want, strict=True):
                             assert cce.error(g, w) < (1e-5 if dtype == torch.float32 else 6e-3)
+
+
+def test_errors_are_those_of_the_rows_that_have_a_gradient():
+    """Every second row counts in the loss, and those have a tail of their own: an estimate over all rows says less."""
+    N, V, D = 1024, 16384, 32
+    E, C, x = cce.trained_problem(N, V, D, torch.float32, DEVICE)
+    half = torch.arange(N, device=DEVICE) % 2
+    kind = torch.where(torch.arange(V, device=DEVICE) % 2 == 0, 1.0, -1.0)
+    with torch.no_grad():
+        C[:, 1] = kind
+        E[:, 1] = torch.where(half == 0, 1.5, -1.5)
+    stats = gfs.SparseStats()
+    found = []
+    for weight in (torch.ones_like(half), 1 - half):
+        loss, _ = gfs.linear_cross_entropy(
+            E, C, x, gradient="sparse", filter_eps=2**-9, reduction="none", return_stats=stats, backend="torch")
+        got = torch.autograd.grad((loss * weight).sum(), (E, C))
+        exact = cce.linear_cross_entropy(E, C, x, reduction="none", backend="torch")
+        want = torch.autograd.grad((exact * weight).sum(), (E, C))
+        found.append([(cce.error(*pair), said) for *pair, said in zip(
+            got, want, stats.measured[2:].tolist(), strict=True)])
+        for true, said in found[-1]:
+            assert 0.4 < said / true < 2.5
+    assert found[1][1][0] > 1.1 * found[0][1][0]  # dC is worse where one kind of row is alone
 
 
 def test_statistics_count_calls_not_backwards():

@@ -10,10 +10,10 @@
 What it shows
     The model ends in embeddings E (N, D). Its loss goes through 02's cut cross-entropy, so the (N, V) logits of the
     last layer never exist: doubling the vocabulary costs parameters, not activations. Its gradient is
-    sparse (03: one pass over the logits) from the step on in which that is within 2 % of the exact one, exact before
-    (--loss cce, the default where 03's kernels run); always exact (cce-exact, the default elsewhere); always sparse; or
-    without the tiles that 03 would leave out of dE (cce-filter; dC stays exact, a filtered one starves the rows of rare
-    tokens). --loss reference switches to the materialised loss for comparison.
+    --loss cce: sparse (03, one pass over the logits) in steps where it is estimated to be within 2 %, else exact (the
+    default where 03's kernels run); cce-exact: exact (the default elsewhere); cce-sparse: sparse wherever its entries
+    fit; cce-filter: dE without the tiles that 03 would leave out (dC stays exact, a filtered one starves the rows of
+    rare tokens); reference: of the materialised loss, for comparison.
 
 What stays the same whatever the number of processes
     --batch counts the sequences of one optimizer step over ALL processes and micro-batches. Sequence i of step s is
@@ -408,8 +408,8 @@ def predict_memory(config, batch, accum, args, device):
         beyond = loss_plan(N, V, D, args, device).beyond
         if args.loss == "cce-filter":
             beyond = filtering.filter_bytes(N, V, D, device, dtype, LOSS_WORKSPACE[device.type], "dE")
-        if args.loss == "cce-sparse":  # cce begins with the exact gradient
-            beyond = filtering.sparse_bytes(N, V, D, dtype, filtering.places(N, CANDIDATES))
+        if args.loss == "cce-sparse":  # a fresh model begins with the exact gradient, which is all that cce is sure of
+            beyond = max(beyond, filtering.sparse_bytes(N, V, D, dtype, filtering.places(N, CANDIDATES)))
         loss = dtype.itemsize * (N + V) * D + beyond + (2 * (N + V) * D if autocast else 0)  # and E, C in bf16
     parts = dict(parameters=P, gradients=P, optimizer=2 * P)
     parts |= dict(activations=base.activation_bytes(config, N, autocast, fused_norm=cuda), loss=loss)
@@ -596,7 +596,8 @@ def describe_run(config, data, world, args, device, start):
     parts, peak = predict_memory(config, micro, args.accum, args, device)
     plan = loss_plan(micro * args.seq, config.vocab, args.dim, args, device)
     exact = f", gradient over {plan.order}, {plan.passes} matrix passes, {plan.block} at a time"
-    how = {"cce-exact": exact, "cce": f"{exact}; sparse, one pass, as long as dE is within {filtering.MAX_ERROR}",
+    auto = f"{exact}; sparse, one pass, while dE and dC are estimated within {filtering.MAX_ERROR}"
+    how = {"cce-exact": exact, "cce": auto,
            "cce-filter": f", dE without tiles of mass below {filtering.default_eps('mass', cut_dtype(args)):.1e}"}
     yield base.describe_device(device) + (f" | {world.size} processes" if world.size > 1 else "")
     yield f"data    {data.origin}: {size:.1f} MiB to train, {held:.2f} to validate"
@@ -669,7 +670,7 @@ def train(model, optimizer, data, config, world, args, device, start, stop):
     per_byte = lambda loss: None if bits is None else loss * bits  # noqa: E731
     peak_flops = base.peak_flops(device, torch.bfloat16 if args.dtype == "bf16" else torch.float32)
     saved = start if args.resume else None
-    spent, since, of_them = 0.0, 0, 0.0  # seconds and steps since the last row, of them with a sparse gradient
+    spent, since, sparse_steps = 0.0, 0, 0.0  # seconds and steps since the last row, of them with a sparse gradient
     stats, told = filtering.SparseStats(), set()  # of this process's losses, and which decisions have been reported
 
     def validation(step):
@@ -720,8 +721,8 @@ def train(model, optimizer, data, config, world, args, device, start, stop):
         eta = int((args.steps - done) * spent / since)
         bpb = "" if bits is None else f"  bpb {per_byte(loss):.3f}"
         sparse = (stats.sparse - before[1]) / (stats.calls - before[0]) if args.loss in DECIDING else None
-        of_them = 0.0 if sparse is None else of_them + sparse
-        share = "" if sparse is None else f"  sparse {of_them / since:.0%}"
+        sparse_steps = 0.0 if sparse is None else sparse_steps + sparse
+        share = "" if sparse is None else f"  sparse {sparse_steps / since:.0%}"
         log.line(
             f"step {done}/{args.steps}  loss {loss:.4f}{bpb}  lr {lr:.2e}  norm {norm:.2f}  {tok_s:,.0f} tok/s  "
             f"mfu {'unknown' if mfu is None else f'{mfu:.1%}'}  peak {peak:,.0f} MiB{share}  "
@@ -732,7 +733,7 @@ def train(model, optimizer, data, config, world, args, device, start, stop):
                 peak_mib=None if math.isnan(peak) else peak, seconds=time.perf_counter() - began, sparse=sparse,
                 why=stats.reason if args.loss in DECIDING else None)
         if done % args.log_every == 0:
-            spent, since, of_them = 0.0, 0, 0.0
+            spent, since, sparse_steps = 0.0, 0, 0.0
         if stats.decision not in told and args.loss in DECIDING:
             told.add(stats.decision)
             log.say(f"step {done}: gradient of the loss {stats.decision}: {stats.reason}")
@@ -776,7 +777,7 @@ def make_parser():
     add("--clip", type=float, default=1.0, help="largest gradient norm; 0: do not clip (1.0)")
     add("--dtype", choices=("bf16", "fp32"), help="of the matrix products (bf16 where the GPU has it, else fp32)")
     add("--loss", choices=list(LOSSES),
-        help="cut cross-entropy; exact; with a filtered dE; sparse; or materialised logits (cce or cce-exact)")
+        help="gradient of the loss: sparse while that is close, else exact; exact; dE filtered; sparse; through logits")
     add("--tokens", choices=("bytes", "bigrams"), help="what a token of text is (from the preset)")
     add("--data", help="file or quoted glob of .txt or .bin shards (default: Python source on this machine)")
     add("--val", help="the same for validation (default: the last 1%% of --data)")
