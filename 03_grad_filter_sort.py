@@ -464,6 +464,8 @@ def scatter_listed(dC, classes, G, E, keep, unit):
 #   head          G, dE and dC of 4096 columns, by 02's functions
 #   row pass      fetch the rows of C that a row lists: logit, p (now with lse), the entry of G, dE += entry * C[v].
 #                 What was not kept is m[n], exactly; it adds g m[n] q C
+#   verdict       the errors of dE and dC that follow from m, from the sample, and from another look at the rows that
+#                 dropped most; the host reads it while the next pass runs, and has all made again, exactly, if need be
 #   column pass   entries sorted by class: dC[v] = sum of entry * E[n], + q[v] sum_n g m[n] E[n], each row written once
 #
 # The last terms of the two passes are one matrix of rank 1, (g m) q^T, in place of the entries that were dropped. Those
@@ -494,7 +496,8 @@ class Survey(NamedTuple):
 def survey(E, C, x, counted, eps):
     """The Survey of E (N, D), C (V, D), targets x (N,) or -1, from SAMPLE of the rows counted (N,)."""
     V, (sums, narrow), rows = C.shape[0], product_dtypes(E), sample_rows(counted)
-    e, p, target = E[rows], probabilities(E[rows], C), x[rows].unsqueeze(1)  # (R, D), (R, V), (R, 1)
+    e, target = E[rows], x[rows].unsqueeze(1)  # (R, D), (R, 1)
+    p = probabilities(e, C)  # (R, V)
     head = torch.sort(p.mean(0, dtype=sums), descending=True, stable=True).indices[: head_size(V)].sort().values
     p_head, p_target = p[:, head], p.gather(1, target.clamp(min=0)).where(target >= 0, 0.0)  # (R, H), (R, 1)
     bound = eps * torch.maximum(p_head.sum(1, keepdim=True), p_target)  # (R, 1)
