@@ -278,9 +278,6 @@ def slices(C, bias, order, width):
 # ==== 4. The two rules, in plain PyTorch ==============================================================================
 
 
-RULES = ("mass", "element")
-
-
 def any_row(flags):
     """flags (T, N) bool -> (row tiles, T): is one set in the TILE_N rows of a tile?"""
     T, N = flags.shape
@@ -1137,8 +1134,8 @@ def linear_cross_entropy(
     Bitwise repeatable ("sparse" in blocked PyTorch: on a CPU).
     ValueError for arguments that do not fit, or that the chosen gradient would ignore, and for "sparse" and "auto" in
     the capture of a CUDA graph. arXiv 2411.09009."""
-    for name, value, known in (("gradient", gradient, ("exact", "filter", "sparse", "auto")), ("rule", rule, RULES),
-                               ("filter", filter, ("both", "dE", "none"))):
+    for name, value, known in (("gradient", gradient, ("exact", "filter", "sparse", "auto")),
+                               ("filter", filter, ("both", "dE", "none")), ("rule", rule, ("mass", "element"))):
         if value not in known:
             raise ValueError(f"{name} is {value!r}: use {' or '.join(map(repr, known))}")
     for name, value, word in (("filter_eps", filter_eps, "'auto' or "), ("max_error", max_error, "")):
@@ -1497,7 +1494,7 @@ def check_auto(device="cpu"):
         base.require(stats.decision == decision and reason in stats.reason, f"{name}: {stats}")
         base.require(same is stats and (stats.calls, stats.sparse) == (calls, 1), f"{name}: {stats}")
         want = cce.gradients_of(cce.linear_cross_entropy, e, c, None, target)
-        base.require(torch.equal(loss, want[0]) or cce.error(loss, want[0]) < 1e-5, f"{name}: loss")
+        base.require(cce.error(loss, want[0]) < 1e-5, f"{name}: loss")
         for part, g, w in zip(("dE", "dC"), got, want[1:], strict=True):
             limit = most if decision == "sparse" else 1e-5 if dtype == torch.float32 else 6e-3
             base.require(cce.error(g, w) < limit, f"{name}: {part} is off by {cce.error(g, w):.1e}")

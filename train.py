@@ -300,17 +300,20 @@ def cut_dtype(args):
 
 def loss_plan(N, V, D, args, device):
     """02's plan for the exact gradient of one micro-batch."""
-    kernels = device.type == "cuda" and base.HAS_TRITON and not base.INTERPRETED
+    kernels = has_kernels(device)
     return cce.gradient_plan(
         N, V, D, device, cut_dtype(args), LOSS_WORKSPACE[device.type],
         tokens=fetches(device, D, args) or not kernels, backend="triton" if kernels else "torch",
     )
 
 
+def has_kernels(device):
+    return device.type == "cuda" and base.HAS_TRITON and not base.INTERPRETED
+
+
 def fetches(device, D, args):
     """Whether Hopper's kernels run: 02's v4, and those of 03."""
-    kernels = device.type == "cuda" and base.HAS_TRITON and not base.INTERPRETED
-    return kernels and args.dtype == "bf16" and D % 8 == 0 and cce.is_hopper(device)
+    return has_kernels(device) and args.dtype == "bf16" and D % 8 == 0 and cce.is_hopper(device)
 
 
 def share(count, world, accum, micro):
@@ -408,7 +411,7 @@ def predict_memory(config, batch, accum, args, device):
         beyond = loss_plan(N, V, D, args, device).beyond
         if args.loss == "cce-filter":
             beyond = filtering.filter_bytes(N, V, D, device, dtype, LOSS_WORKSPACE[device.type], "dE")
-        if args.loss == "cce-sparse":  # a fresh model begins with the exact gradient, which is all that cce is sure of
+        if args.loss == "cce-sparse":  # a fresh model lists too much and begins with the exact gradient, as with cce
             beyond = max(beyond, filtering.sparse_bytes(N, V, D, dtype, filtering.places(N, CANDIDATES)))
         loss = dtype.itemsize * (N + V) * D + beyond + (2 * (N + V) * D if autocast else 0)  # and E, C in bf16
     parts = dict(parameters=P, gradients=P, optimizer=2 * P)
