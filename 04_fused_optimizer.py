@@ -1,0 +1,1795 @@
+"""04 - The optimizer step inside the backward pass: no weight gradient is ever a whole tensor.
+
+The problem in one number
+    Between the end of backward and the start of the optimizer's step every gradient is alive at once, only to be read
+    a single time: for Llama 3 8B that is 15 GiB in bf16, as much as the weights. But AdamW's new value of an element
+    needs that element of the gradient and no other. So the step can be taken tile by tile, while a tile of the
+    gradient dW is still in registers (FORGE), or a slab at a time, while it is still in cache. This file does both: the
+    same update, bit for bit in fp32, with at most 32 MiB of gradient for a model of any size.
+
+The maths                                  W (M, K) weight, X (N, K) its inputs, dY (N, M) gradient of its outputs
+    dX = dY W           with the OLD weight: it has to be formed before W is touched
+    dW = dY^T X         a sum over all N tokens: a tile of it is final only when all of them are in
+    AdamW               m += (1 - b1) (dW - m)      v = b2 v + (1 - b2) dW^2      the rest uses lr, step t and decay:
+                        W = W (1 - lr decay) - lr / (1 - b1^t) * m / (sqrt(v / (1 - b2^t)) + eps)
+  Any rule whose new W[i, j] depends on dW[i, j] alone can be fused: SGD with momentum, AdamW, Lion. Muon, Adafactor,
+  LAMB, LARS and Shampoo read rows, columns or norms of dW and cannot.
+
+The ladder
+    v1  hook: autograd makes a layer's dW, a hook takes the step and drops it. One layer's gradient at a time (LOMO).
+        It needs nothing but PyTorch, and is the path on a CPU.
+    v2  slabs: the library's matrix product makes dW for a block of rows and columns, in fp32, in one small buffer that
+        is used again and again and so stays in cache; one kernel makes the whole step of that block in one pass.
+    v3  FORGE: each program sums its tile of dW over all tokens in registers and takes the step there. dW is nowhere.
+    plan_update chooses by shape, tokens and layout, from a table of what was measured; handle.plans says what it chose.
+
+State layouts (bytes a parameter with AdamW, without the gradient)
+    fp32    W, m, v in fp32                                                                              12
+    master  W in bf16 for the products, an fp32 master copy, m and v in fp32                             14
+    bf16    W, m and v in bf16, rounded stochastically: right on average, or small updates would vanish   6
+    int8    W in bf16, rounded stochastically; m and v as 8-bit codes with a scale per 128 elements       4.06
+
+How to launch
+    python 04_fused_optimizer.py                         checks, bytes, times; under a minute
+    python 04_fused_optimizer.py --break update-first    plant a famous bug and watch its check fail (exit status 1)
+    python 04_fused_optimizer.py --table                 all shapes, token counts and layouts (GPU, minutes)
+
+References
+    FORGE, arXiv 2606.22932: the step in the epilogue of the gradient's matrix product. We had its abstract only; what
+    is below it (random numbers, codes, order of operations, slabs) is our own derivation.
+    LOMO, arXiv 2306.09782 (one gradient alive at a time). AdamW, arXiv 1711.05101. Lion, arXiv 2302.06675.
+    8-bit Optimizers via Block-wise Quantization, arXiv 2110.02861. Philox: Parallel Random Numbers, SC 2011.
+
+Left out on purpose: clipping by the global norm and gradient accumulation, which need all of dW, or its factors X and
+dY, before the first step; a warp-specialised v3 in Gluon (8 to 20 % faster than v2 at large shapes and few tokens, in
+an interface that changes with every release).
+"""
+
+import copy
+import functools
+import importlib
+import math
+import sys
+import textwrap
+import weakref
+import zlib
+from dataclasses import asdict, dataclass
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import increment_version
+
+base = importlib.import_module("01_logits_memory")
+cce = importlib.import_module("02_cce_kernel")
+HAS_TRITON, INTERPRETED, MIB = base.HAS_TRITON, base.INTERPRETED, base.MIB
+load_tile, dot, tile_at, UPCAST = cce.load_tile, cce.dot, cce.tile_at, cce.UPCAST
+
+if HAS_TRITON:
+    import triton
+    import triton.language as tl
+    from triton.language.extra import libdevice
+else:  # the kernels below are defined, never run
+    triton = SimpleNamespace(jit=lambda kernel: kernel)
+    tl = SimpleNamespace(constexpr=lambda value: value)
+
+
+# ==== 1. The rules: element-wise functions of (weight, gradient, moments). The reference, and the path on a CPU =======
+
+
+def fma(a, b, c):
+    """a b + c. GPUs round it once, as the kernels below do and torch's own optimizers there; on a CPU, twice."""
+    return torch.addcmul(c, a, b) if isinstance(c, torch.Tensor) and c.is_cuda else a * b + c
+
+
+def root(x):
+    """Square root, correctly rounded: torch's own on a CPU may be off in the last place."""
+    return x.double().sqrt().to(x.dtype)
+
+
+# The numbers that change from step to step are computed on the host, in fp64: in fp32, 1 - 0.999^t is off by 1e-5. The
+# device reads them from one small tensor, so that no kernel is compiled anew and a CUDA graph can be replayed.
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """Decoupled weight decay, arXiv 1711.05101: bit for bit torch.optim.AdamW(foreach=False) on a GPU, in fp32."""
+
+    betas: tuple = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    moments = ("m", "v")
+    code = 0
+
+    def scalars(self, lr, step):
+        b1, b2 = self.betas
+        unbias = (1 - b2**step) ** -0.5
+        return 1 - lr * self.weight_decay, 1 - b1, b2, 1 - b2, unbias, self.eps, -lr / (1 - b1**step)
+
+    @staticmethod
+    def update(p, g, m, v, s):
+        m = fma(g - m, s[1], m)
+        v = fma(g * g, s[3], v * s[2])
+        return fma(m / (root(v) * s[4] + s[5]), s[6], p * s[0]), m, v
+
+
+@dataclass(frozen=True)
+class Lion:
+    """Sign of an interpolated momentum, decoupled decay, arXiv 2302.06675. One moment instead of two."""
+
+    betas: tuple = (0.9, 0.99)
+    weight_decay: float = 0.1
+    moments = ("m",)
+    code = 1
+
+    def scalars(self, lr, step):
+        return 1 - lr * self.weight_decay, 1 - self.betas[0], 1 - self.betas[1], -lr
+
+    @staticmethod
+    def update(p, g, m, v, s):
+        return fma(fma(g - m, s[1], m).sign(), s[3], p * s[0]), fma(g - m, s[2], m), None
+
+
+@dataclass(frozen=True)
+class SGD:
+    """Heavy-ball momentum, weight decay added to the gradient: torch.optim.SGD(foreach=False)."""
+
+    momentum: float = 0.9
+    weight_decay: float = 0.0
+    moments = ("m",)
+    code = 2
+
+    def scalars(self, lr, step):
+        return self.weight_decay, self.momentum, -lr
+
+    @staticmethod
+    def update(p, g, m, v, s):
+        m = m * s[1] + fma(p, s[0], g)
+        return fma(m, s[2], p), m, None
+
+
+RULES = (AdamW, Lion, SGD)
+NOT_ELEMENTWISE = {
+    "muon": "orthogonalises the whole matrix", "adafactor": "sums over rows and columns of the squared gradient",
+    "lamb": "scales by the norm of the layer's update", "lars": "scales by the norm of the layer's gradient",
+    "shampoo": "multiplies by matrices made of the whole gradient",
+}
+
+
+def check_rule(rule):
+    """ValueError unless `rule` is one of RULES."""
+    if isinstance(rule, RULES):
+        return
+    name = rule if isinstance(rule, str) else getattr(rule, "__name__", type(rule).__name__)
+    why = NOT_ELEMENTWISE.get(name.lower())
+    if why:
+        raise ValueError(f"rule {name} is not element-wise: it {why}, so no tile can be stepped alone: skip=... those")
+    raise ValueError(f"rule is {rule!r}: pass AdamW(...), Lion(...) or SGD(...) of this file")
+
+
+# ==== 2. The layouts, and the cost model: bytes a parameter, held and moved ===========================================
+
+GROUP = 128  # elements of a row that share the scales of their 8-bit codes
+SLAB = 32 * MIB  # bytes of gradient alive at a time in v2: in fp32, two waves of 128 x 256 tiles on an H200
+
+
+class Layout(NamedTuple):
+    """dtype of W, whether there is an fp32 master copy, dtypes of m and v."""
+
+    weight: torch.dtype
+    master: bool
+    moments: tuple
+
+
+LAYOUTS = {
+    "fp32": Layout(torch.float32, False, (torch.float32, torch.float32)),
+    "master": Layout(torch.bfloat16, True, (torch.float32, torch.float32)),
+    "bf16": Layout(torch.bfloat16, False, (torch.bfloat16, torch.bfloat16)),
+    "int8": Layout(torch.bfloat16, False, (torch.int8, torch.uint8)),
+}
+
+
+def state_bytes(rule, layout):
+    """Bytes a parameter that the optimizer holds beside W: master copy, moments, and the scales of 8-bit codes."""
+    form = LAYOUTS[layout]
+    moments = sum(dtype.itemsize for _, dtype in zip(rule.moments, form.moments, strict=False))
+    return 4 * form.master + moments + (4 * len(rule.moments) / GROUP if layout == "int8" else 0)
+
+
+def resident_bytes(rule, layout, fused):
+    """Bytes a parameter alive between backward and step: W, state, and the gradient (in W's dtype) unless fused."""
+    weight = LAYOUTS[layout].weight.itemsize
+    return weight + state_bytes(rule, layout) + (0 if fused else weight)
+
+
+def traffic_bytes(rule, layout, fused):
+    """Bytes a parameter read and written: all of the state both ways (W itself only written where there is a master
+    copy), and the gradient written and read unless fused."""
+    form = LAYOUTS[layout]
+    weight = form.weight.itemsize * (1 if form.master else 2)
+    return weight + 2 * state_bytes(rule, layout) + (0 if fused else 2 * form.weight.itemsize)
+
+
+class Plan(NamedTuple):
+    """How a weight is updated: "hook", "slab" or "fused"; rows and columns of dW that exist at a time; their bytes."""
+
+    rung: str
+    rows: int
+    cols: int
+    bytes: int
+
+
+# Tokens up to which v3 was as fast as v2 or faster, per layout (one H200, --table; see README). Everything else: slabs.
+FUSED_UP_TO = {"fp32": 0, "master": 0, "bf16": 0, "int8": 0}
+
+
+def plan_update(M, K, N, layout, rung="auto", slab=SLAB, itemsize=4):
+    """The Plan for dW (M, K), a sum over N tokens, with elements of `itemsize` bytes in a slab."""
+    if rung == "hook":
+        return Plan("hook", M, K, LAYOUTS[layout].weight.itemsize * M * K)
+    if rung == "fused" or (rung == "auto" and N <= FUSED_UP_TO[layout]):
+        return Plan("fused", 0, 0, 0)
+    rows, cols = slab_shape(M, K, slab // itemsize)
+    return Plan("slab", rows, cols, itemsize * rows * cols)
+
+
+@functools.cache
+def slab_shape(M, K, elements, multiprocessors=132):
+    """Rows and columns of the slabs of at most `elements` that cover (M, K) with the fewest waves of 128 x 256 tiles,
+    the unit in which the library's matrix product fills a GPU; of several, that with the fewest slabs."""
+    if M * K <= elements:
+        return M, K
+    best = None
+    for pieces in range(1, math.ceil(M / 128) + 1):
+        rows = math.ceil(M / pieces / 128) * 128
+        cols = elements // rows // 256 * 256
+        if not cols:
+            continue
+        cols = min(K, math.ceil(K / math.ceil(K / cols) / 256) * 256)
+        slabs = math.ceil(M / rows) * math.ceil(K / cols)
+        waves = slabs * math.ceil(math.ceil(rows / 128) * math.ceil(cols / 256) / multiprocessors)
+        if best is None or (waves, slabs) < best[0]:
+            best = (waves, slabs), (min(M, rows), cols)
+    if best is None:
+        raise ValueError(f"a slab of {elements} elements: the smallest has 128 x 256 (slab=131072 bytes in fp32)")
+    return best[1]
+
+
+# ==== 3. Rounding: random bits that belong to the element, and 8-bit codes ============================================
+
+# Stochastic rounding to bf16: the 16 bits that are dropped decide by chance whether the rest goes up, so that the mean
+# of many roundings is the number itself. The bits come from Philox, a function of a key and a counter without memory:
+#     key = the run's seed, counter = (column // 8, row, weight's number, step)
+# with row and column counted in the WHOLE weight. Whatever tile or shard an element is in, its noise is the same.
+# A call gives four 32-bit words: 16 bits each for the eight elements of a counter.
+ROUNDS = tl.constexpr(7)  # of Philox: the fewest that pass all of BigCrush; 10 is the cautious default elsewhere
+# m and v of the bf16 layout take odd multiples of W's bits, modulo 2^16: each is uniform, and the triples (r, a r, b r)
+# are a lattice that fills the cube evenly: nearly independent for the price of a multiplication.
+NOISE_M, NOISE_V = tl.constexpr(40503), tl.constexpr(48271)
+
+
+def philox(seed, c0, c1, c2, c3):
+    """Four 32-bit words, int64 tensors, for a 64-bit key and four 32-bit counters: what tl.philox gives."""
+    low = 0xFFFFFFFF
+    high_half = lambda a, x: ((x >> 16) * a + ((x & 0xFFFF) * a >> 16)) >> 16  # noqa: E731  of a 64-bit product
+    k0, k1 = seed & low, seed >> 32 & low
+    for _ in range(7):
+        a, b = 0xD2511F53, 0xCD9E8D57
+        c0, c1, c2, c3 = high_half(b, c2) ^ c1 ^ k0, b * c2 & low, high_half(a, c0) ^ c3 ^ k1, a * c0 & low
+        k0, k1 = k0 + 0x9E3779B9 & low, k1 + 0xBB67AE85 & low
+    return c0, c1, c2, c3
+
+
+def random_bits(seed, step, number, row, col, R, C, device):
+    """(R, C) int32 in 0 ... 65535 for the elements from (row, col) on; col is a multiple of 8."""
+    octets = math.ceil(C / 8)
+    rows = torch.arange(row, row + R, device=device).unsqueeze(1).expand(R, octets)
+    cols = (torch.arange(octets, device=device) + col // 8).expand(R, octets)
+    zero = torch.zeros_like(rows)
+    words = torch.stack(philox(seed, cols, rows, zero + number, zero + (step & 0xFFFFFFFF)), -1)  # (R, octets, 4)
+    return torch.stack((words & 0xFFFF, words >> 16), -1).reshape(R, -1)[:, :C].int()
+
+
+def round_to_bf16(x, noise):
+    """fp32 x, int32 noise in 0 ... 65535 -> bf16, up with the probability of the dropped bits. An infinity has none to
+    drop; a GPU's NaN, 0x7FFFFFFF, would become -0 if noise were added to it."""
+    bits = torch.where(x.isnan(), 0x7FC00000, x.contiguous().view(torch.int32) + noise)
+    return (bits >> 16).to(torch.int16).view(torch.bfloat16)
+
+
+# 8-bit codes in groups of 128 elements of a row, relative to the largest of the group. Uniform codes would waste their
+# range on the few large elements, so both moments are bent first: m by y = 2x / (1 + |x|), which doubles the resolution
+# at 0, v by a square root. A code of 0 for a v > 0 would divide m by almost nothing: the floor is 1. Codes are rounded
+# to nearest: rounded stochastically they were further from AdamW in each step, and no closer after 600.
+V_FLOOR = tl.constexpr(1)
+
+
+def grouped(x):
+    """(R, C) -> (R, groups, GROUP), filled up with zeros."""
+    return F.pad(x, (0, -x.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
+
+
+def encode_m(m):
+    """fp32 (R, C) -> codes int8 (R, C), scales fp32 (R, groups)."""
+    x = grouped(m)
+    top = x.abs().amax(-1, keepdim=True)  # (R, groups, 1)
+    y = 254 * x / (torch.where(top == 0, 1, top) + x.abs())
+    return y.round().to(torch.int8).flatten(1)[:, : m.shape[1]], top.squeeze(-1)
+
+
+def decode_m(code, scale):
+    y = grouped(code.float())
+    return (y * scale.unsqueeze(-1) / (254 - y.abs())).flatten(1)[:, : code.shape[1]]
+
+
+def encode_v(v):
+    """fp32 v >= 0 (R, C) -> codes uint8 (R, C), scales fp32 (R, groups)."""
+    x = grouped(root(v))
+    top = x.amax(-1, keepdim=True)  # (R, groups, 1)
+    y = x * (255 * torch.where(top == 0, 1, top).reciprocal())
+    code = torch.where(x > 0, y.round().clamp(min=as_int(V_FLOOR)), 0)
+    return code.to(torch.uint8).flatten(1)[:, : v.shape[1]], top.squeeze(-1) / 255
+
+
+def decode_v(code, scale):
+    x = grouped(code.float()) * scale.unsqueeze(-1)
+    return (x * x).flatten(1)[:, : code.shape[1]]
+
+
+def as_int(constant):
+    """The number in a tl.constexpr."""
+    return getattr(constant, "value", constant)
+
+
+# ==== 4. The step of a block in Triton: one pass, every byte of state read and written once ===========================
+
+SLOTS = tl.constexpr(32)  # places for by-products, so that thousands of programs do not queue for one
+
+# Elements of a program. It only moves bytes: small tiles, many programs. The interpreter: few programs.
+TILES = {
+    "step": dict(BLOCK_M=4, BLOCK_K=256, num_warps=4),
+    "16-bit": dict(BLOCK_N=64, BLOCK_M=128, BLOCK_K=128, PARTS=4, num_warps=8, num_stages=3),
+    "32-bit": dict(BLOCK_N=32, BLOCK_M=64, BLOCK_K=128, PARTS=2, num_warps=8, num_stages=2),
+}
+if INTERPRETED:
+    TILES["step"] = dict(BLOCK_M=64, BLOCK_K=256)
+    TILES["16-bit"] = TILES["32-bit"] = dict(BLOCK_N=32, BLOCK_M=64, BLOCK_K=128, PARTS=2)
+
+
+class Fields(NamedTuple):
+    """What the kernels need of a weight (M, K), as one argument. Fields that its rule or layout lacks are None, and
+    what would use them is not compiled."""
+
+    W: torch.Tensor  # (M, K)
+    master: torch.Tensor | None  # (M, K)
+    m: torch.Tensor  # (M, K)
+    v: torch.Tensor | None  # (M, K)
+    m_scale: torch.Tensor | None  # (M, groups)
+    v_scale: torch.Tensor | None  # (M, groups)
+    scalars: torch.Tensor  # of this step
+    key: torch.Tensor  # seed, step
+    place: torch.Tensor  # the weight's number; row and column of its first element, if it is a shard of a larger one
+    telemetry: torch.Tensor  # (2, SLOTS)
+    K: int
+    groups: int
+
+
+@triton.jit
+def fused_multiply_add(a, b, c):
+    """The interpreter rounds twice, as fma above does on a CPU (newer ones fuse, older ones do not)."""
+    if UPCAST:
+        return a * b + c
+    return tl.fma(a, b, c)
+
+
+@triton.jit
+def quotient(a, b, EXACT: tl.constexpr):
+    """a / b, correctly rounded or, with a tenth of the instructions, within 2 units of the last place."""
+    if EXACT or UPCAST:
+        return tl.div_rn(a, b)
+    return libdevice.fast_dividef(a, b)
+
+
+@triton.jit
+def square_root(x, EXACT: tl.constexpr):
+    return tl.sqrt_rn(x) if EXACT else tl.sqrt(x)
+
+
+@triton.jit
+def constants(s):
+    """What all tiles of a step share: the rule's scalars, and what the random bits are keyed by."""
+    scalars = (
+        tl.load(s.scalars), tl.load(s.scalars + 1), tl.load(s.scalars + 2), tl.load(s.scalars + 3),
+        tl.load(s.scalars + 4), tl.load(s.scalars + 5), tl.load(s.scalars + 6),
+    )
+    place = (tl.load(s.place).to(tl.int32), tl.load(s.place + 1).to(tl.int32), tl.load(s.place + 2).to(tl.int32))
+    return scalars, (tl.load(s.key), tl.load(s.key + 1).to(tl.int32), place[0], place[1], place[2])
+
+
+@triton.jit
+def adamw_tile(p, g, m, v, a, EXACT: tl.constexpr):
+    m = fused_multiply_add(g - m, a[1], m)
+    v = fused_multiply_add(g * g, a[3], v * a[2])
+    denominator = square_root(v, EXACT) * a[4] + a[5]
+    return fused_multiply_add(quotient(m, denominator, EXACT), a[6], p * a[0]), m, v
+
+
+@triton.jit
+def lion_tile(p, g, m, a):
+    u = fused_multiply_add(g - m, a[1], m)
+    sign = tl.where(u > 0, 1.0, tl.where(u < 0, -1.0, u))  # u itself: 0, or NaN, which must not vanish
+    return fused_multiply_add(sign, a[3], p * a[0]), fused_multiply_add(g - m, a[2], m)
+
+
+@triton.jit
+def sgd_tile(p, g, m, a):
+    m = m * a[1] + fused_multiply_add(p, a[0], g)
+    return fused_multiply_add(m, a[2], p), m
+
+
+@triton.jit
+def from_code(code):
+    """8-bit integers -> fp32. 2^23 + n has n in its low bits: cheaper than a conversion."""
+    return ((code.to(tl.int32) + 128) | 0x4B000000).to(tl.float32, bitcast=True) - 8388736.0
+
+
+@triton.jit
+def nearest_integer(y):
+    """fp32 |y| < 2^22 -> int32 to nearest, ties to even, in the low 16 bits: they are those of 1.5 * 2^23 + y."""
+    return (y + 12582912.0).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def tile_bits(key, row, col, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """random_bits for the tile (ROWS, COLS) at (row, col)."""
+    like = tl.zeros((ROWS, COLS // 8), tl.int32)  # a counter for eight elements
+    seed, step, number, row_origin, col_origin = key
+    rows = (row_origin + row + tl.arange(0, ROWS))[:, None] + like
+    cols = ((col_origin + col) // 8 + tl.arange(0, COLS // 8))[None, :] + like
+    a, b, c, d = tl.philox(seed, cols, rows, like + number, like + step, n_rounds=ROUNDS)
+    words = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (ROWS, COLS // 2))
+    return tl.reshape(tl.join(words & 0xFFFF, words >> 16), (ROWS, COLS)).to(tl.int32)
+
+
+@triton.jit
+def to_bf16(x, noise):
+    """round_to_bf16 of a tile."""
+    bits = tl.where(x == x, x.to(tl.int32, bitcast=True) + noise, 0x7FC00000)
+    return (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def nearest(x):
+    """The noise that rounds to nearest, ties to even. (A cast truncates in the interpreter.)"""
+    return 0x7FFF + ((x.to(tl.int32, bitcast=True) >> 16) & 1)
+
+
+@triton.jit
+def top_of_groups(x, ROWS: tl.constexpr, COLS: tl.constexpr, GROUP: tl.constexpr):
+    """x >= 0 (ROWS, COLS) -> the largest of each group (ROWS, groups)."""
+    return tl.max(tl.reshape(x, (ROWS, COLS // GROUP, GROUP)), 2)
+
+
+@triton.jit
+def spread(x, ROWS: tl.constexpr, COLS: tl.constexpr, GROUP: tl.constexpr):
+    """(ROWS, groups) -> (ROWS, COLS), each value for all elements of its group."""
+    return tl.reshape(tl.broadcast_to(x[:, :, None], (ROWS, COLS // GROUP, GROUP)), (ROWS, COLS))
+
+
+@triton.jit
+def update_tile(
+    g, s, scalars, key, row, col, row_stop, col_stop, RULE: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    """The step of the tile (ROWS, COLS) at (row, col) of a weight with Fields s; g is its gradient, fp32, 0 from
+    row_stop and col_stop on, where the tile ends. Returns each element's |change|, infinite if it is not finite."""
+    rows, cols = row + tl.arange(0, ROWS), col + tl.arange(0, COLS)
+    inside = (rows < row_stop)[:, None] & (cols < col_stop)[None, :]
+    at = rows.to(tl.int64)[:, None] * s.K + cols[None, :]
+    if s.m_scale is not None:
+        group = col // GROUP + tl.arange(0, COLS // GROUP)
+        scale_at = rows.to(tl.int64)[:, None] * s.groups + group[None, :]
+        scaled = (rows < row_stop)[:, None] & (group * GROUP < col_stop)[None, :]
+
+    if s.master is not None:
+        old = tl.load(s.master + at, mask=inside, other=0.0)
+    else:
+        old = tl.load(s.W + at, mask=inside, other=0.0).to(tl.float32)
+    m = tl.load(s.m + at, mask=inside, other=0)
+    if s.m_scale is not None:
+        y = from_code(m)
+        scale = spread(tl.load(s.m_scale + scale_at, mask=scaled, other=0.0), ROWS, COLS, GROUP)
+        m = quotient(y * scale, 254.0 - tl.abs(y), False)
+    m = m.to(tl.float32)
+    if s.v is not None:
+        v = tl.load(s.v + at, mask=inside, other=0)
+        if s.v_scale is not None:
+            root = from_code(v) * spread(tl.load(s.v_scale + scale_at, mask=scaled, other=0.0), ROWS, COLS, GROUP)
+            v = root * root
+        v = v.to(tl.float32)
+
+    EXACT: tl.constexpr = s.m.dtype.element_ty == tl.float32  # rounding to 16 or 8 bits hides the rest
+    if RULE == 0:
+        p, m, v = adamw_tile(old, g, m, v, scalars, EXACT)
+    elif RULE == 1:
+        p, m = lion_tile(old, g, m, scalars)
+    else:
+        p, m = sgd_tile(old, g, m, scalars)
+
+    if s.master is not None:
+        tl.store(s.master + at, p, mask=inside)
+        tl.store(s.W + at, to_bf16(p, nearest(p)), mask=inside)
+    elif s.W.dtype.element_ty == tl.bfloat16:
+        noise = tile_bits(key, row, col, ROWS, COLS)
+        tl.store(s.W + at, to_bf16(p, noise), mask=inside)
+    else:
+        tl.store(s.W + at, p, mask=inside)
+
+    if s.m_scale is not None:
+        top = top_of_groups(tl.where(inside, tl.abs(m), 0.0), ROWS, COLS, GROUP)
+        wide = spread(top, ROWS, COLS, GROUP)
+        y = quotient(254.0 * m, tl.where(wide == 0.0, 1.0, wide) + tl.abs(m), False)
+        tl.store(s.m + at, nearest_integer(y).to(tl.int8), mask=inside)
+        tl.store(s.m_scale + scale_at, top, mask=scaled)
+        if s.v is not None:
+            root = tl.where(inside, square_root(v, EXACT), 0.0)
+            top = top_of_groups(root, ROWS, COLS, GROUP)
+            y = root * spread(255.0 * tl.div_rn(1.0, tl.where(top == 0.0, 1.0, top)), ROWS, COLS, GROUP)
+            code = tl.where(root > 0, tl.maximum(nearest_integer(y) & 0xFFFF, V_FLOOR), 0)
+            tl.store(s.v + at, code.to(tl.uint8), mask=inside)
+            tl.store(s.v_scale + scale_at, tl.div_rn(top, 255.0), mask=scaled)
+    elif s.m.dtype.element_ty == tl.bfloat16:
+        tl.store(s.m + at, to_bf16(m, noise * NOISE_M & 0xFFFF), mask=inside)
+        if s.v is not None:
+            tl.store(s.v + at, to_bf16(v, noise * NOISE_V & 0xFFFF), mask=inside)
+    else:
+        tl.store(s.m + at, m, mask=inside)
+        if s.v is not None:
+            tl.store(s.v + at, v, mask=inside)
+    change = tl.abs(p - old)  # a maximum need not keep a NaN, so what is not finite counts as infinite
+    return tl.where(inside, tl.where(change < float("inf"), change, float("inf")), 0.0)
+
+
+@triton.jit
+def record(s, squares, change):
+    """By-products of some tiles: the sum of squares of the gradient, the largest change. (relaxed: the default order
+    makes every program wait for its stores, which doubled the time of the 16- and 8-bit layouts.)"""
+    slot = s.telemetry + tl.program_id(0) % SLOTS
+    tl.atomic_add(slot, tl.sum(tl.sum(squares, 1), 0).to(tl.float64), sem="relaxed")
+    tl.atomic_max(slot + SLOTS, tl.max(tl.max(change, 1), 0).to(tl.float64), sem="relaxed")
+
+
+@triton.jit
+def step_kernel(
+    G, s, row, col, row_stop, col_stop, stride, RULE: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):
+    """The step of the block from (row, col) up to (row_stop, col_stop), whose gradient is G, in one pass."""
+    across = tl.cdiv(col_stop - col, BLOCK_K)
+    down, right = tl.program_id(0) // across * BLOCK_M, tl.program_id(0) % across * BLOCK_K
+    rows, cols = down + tl.arange(0, BLOCK_M), right + tl.arange(0, BLOCK_K)
+    g = load_tile(G, rows, cols, row_stop - row, col_stop - col, stride).to(tl.float32)  # (BLOCK_M, BLOCK_K)
+    scalars, key = constants(s)
+    change = update_tile(g, s, scalars, key, row + down, col + right, row_stop, col_stop, RULE, GROUP, BLOCK_M, BLOCK_K)
+    record(s, g * g, change)
+
+
+# ==== 5. v3, FORGE: the tile of dW stays in registers =================================================================
+
+
+@triton.jit
+def update_parts(
+    g, s, scalars, key, row, col, row_stop, col_stop, RULE: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    COLS: tl.constexpr, PARTS: tl.constexpr,
+):
+    """update_tile in PARTS pieces, one after another: with all of a large tile's state at once, registers run out."""
+    if PARTS == 1:
+        return update_tile(g, s, scalars, key, row, col, row_stop, col_stop, RULE, GROUP, ROWS, COLS)
+    else:
+        HALF: tl.constexpr = ROWS // 2
+        upper, lower = tl.split(tl.permute(tl.reshape(g, (2, HALF, COLS)), (1, 2, 0)))
+        above = update_parts(
+            upper, s, scalars, key, row, col, row_stop, col_stop, RULE, GROUP, HALF, COLS, PARTS // 2
+        )
+        below = update_parts(
+            lower, s, scalars, key, row + HALF, col, row_stop, col_stop, RULE, GROUP, HALF, COLS, PARTS // 2
+        )
+        return tl.maximum(above, below)
+
+
+@triton.jit
+def forge_kernel(
+    dY, X, s, N, stride_dy, stride_x, row, col, row_stop, col_stop, RULE: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
+):
+    """dW = dY^T X for the block from (row, col) on, and its step. A program sums its tile over ALL tokens: the update
+    is not linear in dW, so tokens cannot be split among programs and added up later."""
+    down, right = tile_at(tl.program_id(0), tl.cdiv(row_stop - row, BLOCK_M), tl.cdiv(col_stop - col, BLOCK_K))
+    down, right = down * BLOCK_M, right * BLOCK_K
+    rows, cols = down + tl.arange(0, BLOCK_M), right + tl.arange(0, BLOCK_K)
+    acc = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
+    for start in range(0, N, BLOCK_N):
+        tokens = start + tl.arange(0, BLOCK_N)
+        dy = load_tile(dY, tokens, rows, N, row_stop - row, stride_dy)  # (BLOCK_N, BLOCK_M)
+        x = load_tile(X, tokens, cols, N, col_stop - col, stride_x)  # (BLOCK_N, BLOCK_K)
+        acc = dot(tl.trans(dy), x, acc)
+    scalars, key = constants(s)
+    change = update_parts(
+        acc, s, scalars, key, row + down, col + right, row_stop, col_stop, RULE, GROUP, BLOCK_M, BLOCK_K, PARTS
+    )
+    record(s, acc * acc, change)
+
+
+# ==== 6. A weight with its state: the three rungs ====================================================================
+
+
+class State:
+    """The optimizer's state of one weight (M, K), and its steps. Made by Forge; `weight` is changed in place.
+
+    tensors: what a checkpoint has to hold beside the weight itself: "master" (M, K) fp32, "m", "v" (M, K) in the
+    layout's dtypes, "m_scale", "v_scale" (M, groups) fp32, as far as rule and layout have them."""
+
+    def __init__(self, handle, name, weight, origin=(0, 0)):
+        self.handle, self.name, self.weight = handle, name, weight
+        self.number, self.origin = zlib.crc32(name.encode()) >> 1, origin
+        (M, K), device, form = weight.shape, weight.device, LAYOUTS[handle.layout]
+        self.tensors = {"master": weight.detach().float().clone()} if form.master else {}
+        weight.data = weight.data.to(form.weight).contiguous()
+        for moment, dtype in zip(handle.rule.moments, form.moments, strict=False):
+            self.tensors[moment] = torch.zeros(M, K, dtype=dtype, device=device)
+            if handle.layout == "int8":
+                self.tensors[f"{moment}_scale"] = torch.zeros(M, math.ceil(K / GROUP), device=device)
+        self.telemetry = torch.zeros(2, as_int(SLOTS), dtype=torch.float64, device=device)
+        optional = {key: self.tensors.get(key) for key in ("master", "m", "v", "m_scale", "v_scale")}
+        place = torch.tensor([self.number, *origin], device=device)
+        self.fields = Fields(
+            W=weight.detach(), **optional, scalars=handle.scalars, key=handle.key, place=place,
+            telemetry=self.telemetry, K=K, groups=math.ceil(K / GROUP),
+        )
+        self.updated, self.updates, self.uses, self.plan = False, 0, weakref.WeakSet(), None
+
+    def step(self, gradient, row=0, col=0):
+        """One step of the block of W at (row, col) that `gradient` (R, C), any float dtype, belongs to.
+
+        Blocks of a step must not overlap. ValueError when it is not armed, or the block does not lie in W on a border
+        of 128 columns (int8) or 8 (bf16)."""
+        self.check_block(row, col, *gradient.shape)
+        if self.handle.backend == "torch":
+            torch_step(self, gradient, row, col)
+        else:
+            R, C = gradient.shape
+            gradient = cce.rows_contiguous(gradient)
+            tiles = TILES["step"]
+            grid = (triton.cdiv(R, tiles["BLOCK_M"]) * triton.cdiv(C, tiles["BLOCK_K"]),)
+            step_kernel[grid](
+                gradient, self.fields, row, col, row + R, col + C, gradient.stride(0), **self.options(), **tiles
+            )
+        self.updates += 1
+        increment_version(self.weight)  # autograd cannot see a kernel write: whoever saved W must hear of it
+
+    def options(self):
+        """No contraction of a * b + c beyond those written: they would round once where torch rounds twice."""
+        fusion = {} if INTERPRETED else dict(enable_fp_fusion=False)
+        return dict(RULE=self.handle.rule.code, GROUP=GROUP, **fusion)
+
+    def step_in_slabs(self, dY, X, rows, cols):
+        """v2. dY (N, M), X (N, K): dW and the step for `rows` x `cols` elements at a time."""
+        M, K = self.weight.shape
+        for top, bottom in cce.pieces(M, rows):
+            for left, right in cce.pieces(K, cols):
+                slab = self.handle.slab[: (bottom - top) * (right - left)].view(bottom - top, right - left)
+                weight_gradient(dY[:, top:bottom], X[:, left:right], slab)
+                self.step(slab, top, left)
+
+    def step_fused(self, dY, X, row=0, col=0):
+        """v3. dY (N, R), X (N, C): the step of the block (R, C) at (row, col) of W, without its gradient."""
+        (N, R), C = dY.shape, X.shape[1]
+        self.check_block(row, col, R, C)
+        dY, X = cce.rows_contiguous(dY), cce.rows_contiguous(X)
+        tiles = TILES["16-bit" if X.element_size() == 2 else "32-bit"]
+        grid = (triton.cdiv(R, tiles["BLOCK_M"]) * triton.cdiv(C, tiles["BLOCK_K"]),)
+        forge_kernel[grid](
+            dY, X, self.fields, N, dY.stride(0), X.stride(0), row, col, row + R, col + C, **self.options(), **tiles
+        )
+        self.updates += 1
+        increment_version(self.weight)
+
+    def check_block(self, row, col, R, C):
+        M, K = self.weight.shape
+        border = {"int8": GROUP, "bf16": 8}.get(self.handle.layout, 1)
+        if not self.handle.armed:
+            raise ValueError(f"step of {self.name}: not armed: call arm(lr, step) first")
+        if row < 0 or col < 0 or row + R > M or col + C > K:
+            raise ValueError(f"block of {R} x {C} at ({row}, {col}): does not lie in {self.name}, {M} x {K}")
+        if col % border or (C % border and col + C < K):
+            raise ValueError(f"columns {col} to {col + C}: {self.handle.layout} can be cut at multiples of {border}")
+
+
+def weight_gradient(dY, X, out):
+    """out (R, C) = dY^T X, from dY (N, R) and X (N, C) in fp32 or bf16; the sums are in fp32, rounded as out is."""
+    if X.dtype == out.dtype:
+        torch.mm(dY.T, X, out=out)
+    elif X.is_cuda and out.dtype == torch.float32:
+        torch.mm(dY.T, X, out_dtype=torch.float32, out=out)
+    else:
+        out.copy_(dY.float().T @ X.float())
+
+
+@torch.no_grad()
+def torch_step(state, gradient, row, col):
+    """State.step in PyTorch, in pieces that fit a CPU's cache. On equal inputs it makes the kernels' bits."""
+    handle, (R, C) = state.handle, gradient.shape
+    scalars, rule, cols = handle.scalars.unbind(), handle.rule, slice(col, col + C)
+    groups = slice(col // GROUP, math.ceil((col + C) / GROUP))
+    for start, stop in cce.pieces(R, max(1, cce.CPU_BLOCK // 16 // C)):
+        at, scale_at = (slice(row + start, row + stop), cols), (slice(row + start, row + stop), groups)
+        f = state.fields
+        g = gradient[start:stop].float()
+        old = (f.W if f.master is None else f.master)[at].float()
+        m, v = f.m[at].float(), None if f.v is None else f.v[at].float()
+        if f.m_scale is not None:
+            m = decode_m(f.m[at], f.m_scale[scale_at])
+            v = None if v is None else decode_v(f.v[at], f.v_scale[scale_at])
+        p, m, v = rule.update(old, g, m, v, scalars)
+        change = (p - old).abs()
+        state.telemetry[0, 0] += g.square().sum()
+        state.telemetry[1, 0] = torch.maximum(state.telemetry[1, 0], change.where(change < math.inf, math.inf).max())
+        if f.master is not None:
+            f.master[at] = p
+            f.W[at] = p.to(f.W.dtype)
+        elif f.W.dtype == torch.bfloat16:
+            where = state.origin[0] + row + start, state.origin[1] + col
+            noise = random_bits(handle.seed, handle.at_step, state.number, *where, stop - start, C, g.device)
+            f.W[at] = round_to_bf16(p, noise)
+        else:
+            f.W[at] = p
+        if f.m_scale is not None:
+            f.m[at], f.m_scale[scale_at] = encode_m(m)
+            if v is not None:
+                f.v[at], f.v_scale[scale_at] = encode_v(v)
+        elif f.m.dtype == torch.bfloat16:
+            f.m[at] = round_to_bf16(m, noise * as_int(NOISE_M) & 0xFFFF)
+            if v is not None:
+                f.v[at] = round_to_bf16(v, noise * as_int(NOISE_V) & 0xFFFF)
+        else:
+            f.m[at] = m
+            if v is not None:
+                f.v[at] = v
+
+
+# ==== 7. The API: a model whose backward is its optimizer =============================================================
+
+
+class Telemetry(NamedTuple):
+    """Of the last armed step, per weight in the order of `names`, on the device (reading them waits for it)."""
+
+    names: tuple
+    gradient_norm: torch.Tensor  # (weights,) fp64
+    largest_change: torch.Tensor  # (weights,) fp64, of an element
+    not_finite: torch.Tensor  # (weights,) bool: gradient or weight
+
+
+class Forge:
+    """The handle: weights with their states, one rule, one layout, and the step that they are armed for.
+
+    weights: {name: Parameter (M, K)}, fp32 or bf16; they take the layout's dtype. origins: {name: (row, column)} of a
+    shard's first element in the whole weight, whose name it then carries: shards make the codes and the noise of the
+    whole. data_parallel: number of processes whose gradients would have to be summed (default: all of
+    torch.distributed); more than one is refused, as backward has no gradient to reduce. rung: "auto", or one of
+    "hook", "slab", "fused". slab, gradient: bytes and dtype of v2's slabs; torch.bfloat16 rounds dW as autograd would,
+    and is faster at few tokens. backend: "auto", "triton" or "torch". ordinary: {name: Parameter} of what is left to
+    another optimizer. ValueError on arguments that do not fit."""
+
+    def __init__(
+        self, weights, rule, layout="fp32", *, seed=0, rung="auto", slab=SLAB, gradient=torch.float32, backend="auto",
+        data_parallel=None, origins=None, ordinary=None,
+    ):
+        check_rule(rule)
+        if layout not in LAYOUTS:
+            raise ValueError(f"layout is {layout!r}: use one of {', '.join(LAYOUTS)}")
+        if rung not in ("auto", "hook", "slab", "fused"):
+            raise ValueError(f"rung is {rung!r}: use 'auto', 'hook', 'slab' or 'fused'")
+        if not weights:
+            raise ValueError("no weight to update: the model has no nn.Linear that is not skipped")
+        for name, weight in weights.items():
+            if weight.dim() != 2 or weight.dtype not in (torch.float32, torch.bfloat16):
+                raise ValueError(f"{name} is {weight.dtype}, {tuple(weight.shape)}: pass a matrix in fp32 or bf16")
+        device = next(iter(weights.values())).device
+        self._rule, self.layout, self.seed, self.slab_bytes, self.gradient = rule, layout, seed, slab, gradient
+        self.backend = cce.choose_backend(backend, *[next(iter(weights.values()))] * 2)
+        if rung == "fused" and self.backend == "torch":
+            raise ValueError("rung is 'fused', which needs Triton's kernels: use 'auto' or 'slab'")
+        self.rung = "hook" if rung == "auto" and self.backend == "torch" else rung
+        self.data_parallel, self.ordinary = data_parallel, ordinary or {}
+        self.armed, self.at_step = False, 0
+        self.check_group()
+        self.scalars = torch.zeros(7, device=device)
+        self.key = torch.tensor([seed, 0], device=device)
+        self.states = {n: State(self, n, w, (origins or {}).get(n, (0, 0))) for n, w in weights.items()}
+        self.all_telemetry = torch.stack([state.telemetry for state in self.states.values()])  # (weights, 2, SLOTS)
+        for state, view in zip(self.states.values(), self.all_telemetry, strict=True):
+            state.telemetry, state.fields = view, state.fields._replace(telemetry=view)
+        plans = [self.plan(state, 1 << 30) for state in self.states.values()]
+        largest = max((plan.rows * plan.cols for plan in plans if plan.rung == "slab"), default=0)
+        self.slab = torch.empty(largest, dtype=gradient, device=device)
+
+    @property
+    def rule(self):
+        return self._rule
+
+    @rule.setter
+    def rule(self, rule):
+        raise ValueError("the rule is fixed, its moments mean nothing to another: load the weights into a new model")
+
+    @property
+    def param_groups(self):
+        raise ValueError("no GradScaler: gradients are used before they could be unscaled: use bf16 instead of fp16")
+
+    def __getitem__(self, name):
+        return self.states[name]
+
+    def check_group(self):
+        """Refuse more than one data-parallel process."""
+        joined = dist.is_available() and dist.is_initialized()
+        size = self.data_parallel or (dist.get_world_size() if joined else 1)
+        if size > 1:
+            raise ValueError(
+                f"{size} data-parallel processes: the step happens before gradients could be summed over them: use an "
+                "ordinary optimizer, or pass data_parallel=1 if they never are (DiLoCo, tensor parallel)"
+            )
+
+    def plan(self, state, N):
+        """The Plan for a backward pass over N tokens."""
+        return plan_update(*state.weight.shape, N, self.layout, self.rung, self.slab_bytes, self.gradient.itemsize)
+
+    @property
+    def plans(self):
+        """{name: Plan of its last step, or None}."""
+        return {name: state.plan for name, state in self.states.items()}
+
+    def arm(self, lr, step):
+        """The next backward pass is step `step` (1, 2, ...) at rate lr. Replaying a CUDA graph of it takes the same
+        call before each replay. ValueError when something is about to go wrong."""
+        if not (isinstance(step, int) and step >= 1 and lr >= 0):
+            raise ValueError(f"arm(lr={lr}, step={step}): pass a rate of at least 0 and steps that count from 1")
+        self.check_group()
+        for name, state in self.states.items():
+            if state.weight.grad is not None:
+                raise ValueError(f"{name} has the gradient of a pass that was not armed: call arm() before backward()")
+            if len(state.uses) > 1:
+                raise ValueError(reused(name))
+            if state.weight.data_ptr() != state.fields.W.data_ptr() or state.weight.dtype != state.fields.W.dtype:
+                raise ValueError(f"{name} was moved or cast after forge(): do .to(...) before it")
+        numbers = self.rule.scalars(lr, step)
+        self.scalars[: len(numbers)].copy_(torch.tensor(numbers, dtype=torch.float64).float())
+        self.key.copy_(torch.tensor([self.seed, step]))
+        self.all_telemetry.zero_()
+        self.armed, self.at_step = True, step
+        for state in self.states.values():
+            state.updated = False
+
+    def disarm(self):
+        """Backward passes give ordinary gradients again."""
+        self.armed = False
+
+    def telemetry(self):
+        """By-products of the last armed step, without waiting for the device."""
+        squares, largest = self.all_telemetry[:, 0].sum(1), self.all_telemetry[:, 1].amax(1)  # (weights,)
+        return Telemetry(tuple(self.states), squares.sqrt(), largest, ~(squares.isfinite() & largest.isfinite()))
+
+    def state_dict(self):
+        """Plain tensors, numbers and strings; the weights themselves belong to the model's own state_dict."""
+        return dict(
+            rule=dict(name=type(self.rule).__name__, **asdict(self.rule)), layout=self.layout, seed=self.seed,
+            step=self.at_step, weights={name: dict(state.tensors) for name, state in self.states.items()},
+        )
+
+    def load_state_dict(self, saved):
+        """ValueError, and nothing changed, when it is of another rule, layout, or set of weights."""
+        mine = self.state_dict()
+        for what in ("rule", "layout"):
+            if saved[what] != mine[what]:
+                raise ValueError(f"saved {what} {saved[what]}, this model has {mine[what]}: forge it with the same")
+        shapes = lambda weight: {key: (t.shape, t.dtype) for key, t in weight.items()}  # noqa: E731
+        for name in saved["weights"].keys() | mine["weights"].keys():
+            if shapes(saved["weights"].get(name, {})) != shapes(mine["weights"].get(name, {})):
+                raise ValueError(f"{name}: the saved state has other weights or shapes: load it into the same model")
+        for name, tensors in saved["weights"].items():
+            for key, tensor in tensors.items():
+                self.states[name].tensors[key].copy_(tensor)
+        self.seed, self.at_step = saved["seed"], saved["step"]
+
+
+def reused(name):
+    return (
+        f"{name} is used twice before one backward pass (tied, recurrent, or an older graph is still alive): it would "
+        "be updated under its second use: skip it, or drop the other graph (torch.no_grad(), del)"
+    )
+
+
+class Use:
+    """A forward pass that still waits for its backward; gone with its graph."""
+
+
+class ForgeLinear(nn.Linear):
+    """nn.Linear whose weight is updated inside its backward pass, once forge() has given it a state and that is armed.
+    Otherwise it is an nn.Linear. Its bias gets an ordinary gradient."""
+
+    forged = None
+
+    def forward(self, x):
+        if self.forged is None:
+            return super().forward(x)
+        return forged_linear(x, self.weight, self.bias, self.forged)
+
+
+def forged_linear(x, weight, bias, state):
+    """x (..., K), weight (M, K), bias (M,) or None -> (..., M), in the dtype of autocast, or else of x."""
+    kind = x.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"products in {dtype}: (fp16 needs a GradScaler, whose scale would enter the step): use bf16")
+    if weight is not state.weight:
+        raise ValueError(f"{state.name} was replaced after forge() (FSDP?): shard the model first, then forge it")
+    use = Use()
+    inside_backward = torch._C._current_graph_task_id() >= 0  # torch.utils.checkpoint, recomputing, asks the same way
+    if torch.is_grad_enabled() and weight.requires_grad and not inside_backward:
+        if state.uses and state.handle.armed:
+            raise ValueError(reused(state.name))
+        state.uses.add(use)
+    return _ForgedLinear.apply(x.to(dtype), weight, bias, state, use)
+
+
+class _ForgedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, state, use):
+        ctx.save_for_backward(x)
+        ctx.state, ctx.use, ctx.seen, ctx.biased = state, use, state.updates, bias is not None
+        return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        (x,), state = ctx.saved_tensors, ctx.state
+        state.uses.discard(ctx.use)
+        if state.updates != ctx.seen or (state.handle.armed and state.updated):
+            raise ValueError(f"{state.name} was already updated in this step: " + (
+                "one backward pass an arm(lr, step)" if state.updated else reused(state.name)))
+        M, K = state.weight.shape
+        dY, X = dy.reshape(-1, M), x.reshape(-1, K)  # (N, M), (N, K)
+        with torch.no_grad(), torch.autocast(dy.device.type, enabled=False):
+            dX, dW = dx_then_update(
+                lambda: (dY @ state.weight.to(dY.dtype)).view(x.shape) if ctx.needs_input_grad[0] else None,
+                lambda: weight_update(state, dY, X),
+            )
+            db = dY.sum(0).to(torch.float32) if ctx.biased else None
+        return dX, dW, db, None, None
+
+
+def dx_then_update(input_gradient, update):
+    """The one order that is right: dX = dY W reads the weight that forward used."""
+    return input_gradient(), update()
+
+
+def weight_update(state, dY, X):
+    """dY (N, M), X (N, K): the armed step of a weight, or its gradient, for autograd (unarmed, and for v1's hook)."""
+    state.plan = state.handle.plan(state, len(X)) if state.handle.armed else None
+    if state.plan is None or state.plan.rung == "hook":
+        return (dY.T @ X).to(state.weight.dtype)
+    if state.plan.rung == "fused":
+        state.step_fused(dY, X)
+    else:
+        state.step_in_slabs(dY, X, state.plan.rows, state.plan.cols)
+    state.updated = True
+
+
+def step_in_hook(state):
+    """v1, LOMO's idea: as soon as autograd has a weight's whole gradient, take the step and drop it. Works for any
+    parameter, whatever made its gradient."""
+
+    def hook(weight):
+        if state.handle.armed and weight.grad is not None:
+            if state.updated:
+                raise ValueError(f"{state.name} was already updated in this step: one backward pass an arm(lr, step)")
+            state.step(weight.grad)
+            state.updated, weight.grad = True, None
+
+    state.weight.register_post_accumulate_grad_hook(hook)
+
+
+WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel", "FSDPModule")
+
+
+def forge(model, rule, layout="fp32", *, skip=(), **options):
+    """Convert the nn.Linear modules of a model in place and return its Forge handle.
+
+    rule: AdamW(...), Lion(...) or SGD(...); layout: "fp32", "master", "bf16", "int8"; skip: names of modules to leave
+    alone, with all that is in them; options: those of Forge. Weights take the layout's dtype. handle.ordinary names
+    every other trainable parameter (embeddings, norms, biases): give those to an ordinary optimizer. ValueError when
+    the model is wrapped for data parallelism, a weight is tied, or a skipped name does not exist.
+
+        handle = forge(model, AdamW(weight_decay=0.1), "master", skip=["head"])
+        others = torch.optim.AdamW(handle.ordinary.values(), lr=lr)
+        for step in range(1, steps + 1):
+            handle.arm(lr, step); loss(model(x)).backward(); others.step(); others.zero_grad()
+    """
+    check_rule(rule)
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
+        kinds = {kind.__name__ for kind in type(module).__mro__}
+        if kinds & set(WRAPPERS):
+            raise ValueError(f"{name or 'the model'} is a {type(module).__name__}, which reduces gradients that forge "
+                             "never makes: forge the bare model in one data-parallel process, or skip forge")
+    skip = [skip] if isinstance(skip, str) else list(skip)
+    unknown = set(skip) - set(modules)
+    if unknown:
+        raise ValueError(f"skip={sorted(unknown)[0]!r} is no module: known are {', '.join(list(modules)[1:9])}, ...")
+    skipped = lambda name: any(name == s or name.startswith(f"{s}.") for s in skip)  # noqa: E731
+    parameters = list(model.named_parameters(remove_duplicate=False))
+    linears = {
+        name: m for name, m in modules.items()
+        if type(m) in (nn.Linear, ForgeLinear) and not skipped(name) and m.weight.requires_grad
+    }
+    for name, module in linears.items():
+        shared = [other for other, p in parameters if p is module.weight]
+        if len(shared) > 1:
+            raise ValueError(f"{shared[0]} and {shared[1]} are one tensor: a tied weight is used twice: skip={name!r}")
+    dotted = lambda name: f"{name}.weight" if name else "weight"  # noqa: E731
+    weights = {dotted(name): module.weight for name, module in linears.items()}
+    ordinary = {n: p for n, p in model.named_parameters() if p.requires_grad and n not in weights}
+    handle = Forge(weights, rule, layout, ordinary=ordinary, **options)
+    for name, module in linears.items():
+        module.__class__, module.forged = ForgeLinear, handle[dotted(name)]
+        step_in_hook(module.forged)
+    return handle
+
+
+# ==== 8. Checks =======================================================================================================
+
+
+def rungs(device):
+    """(rung, backend) pairs that run on this device."""
+    pairs = [("hook", "torch"), ("slab", "torch")]
+    return pairs + [(r, "triton") for r in ("hook", "slab", "fused") if "triton" in cce.backends(device)]
+
+
+def forged(W, rule, layout="fp32", rung="slab", backend="torch", name="weight", **options):
+    """A handle for one weight that starts as W (M, K), cut into several slabs: (Parameter, handle)."""
+    weight = nn.Parameter(W.clone())
+    return weight, Forge({name: weight}, rule, layout, rung=rung, backend=backend, slab=4 * 128 * 256, **options)
+
+
+def take_step(weight, handle, X, dY, lr, step):
+    """One armed forward and backward pass of y = X W^T; returns dX."""
+    if handle.rung == "hook" and not weight._post_accumulate_grad_hooks:
+        step_in_hook(next(iter(handle.states.values())))
+    x = X.clone().requires_grad_()
+    handle.arm(lr, step)
+    forged_linear(x, weight, None, next(iter(handle.states.values()))).backward(dY)
+    return x.grad
+
+
+def whole_numbers(N, M, K, device, steps=5, seed=0):
+    """W (M, K), and for each step X (N, K), dY (N, M) of small whole numbers: every order of summing gives one dW."""
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda *shape: torch.randint(-2, 3, shape, generator=generator).float().to(device)  # noqa: E731
+    W = 0.02 * torch.randn(M, K, generator=generator).to(device)
+    return W, [(draw(N, K), draw(N, M)) for _ in range(steps)]
+
+
+def library_step(rule, weight):
+    """What the rule is elsewhere: torch's optimizer, or Lion's three lines in its paper's form."""
+    if isinstance(rule, AdamW):
+        options = dict(betas=rule.betas, eps=rule.eps, weight_decay=rule.weight_decay, foreach=False)
+        return torch.optim.AdamW([weight], **options)
+    if isinstance(rule, SGD):
+        options = dict(momentum=rule.momentum, weight_decay=rule.weight_decay, foreach=False)
+        return torch.optim.SGD([weight], lr=0.0, **options)
+    moment = torch.zeros_like(weight)
+
+    def step():
+        lr, (b1, b2) = optimizer.param_groups[0]["lr"], rule.betas
+        with torch.no_grad():
+            direction = (b1 * moment + (1 - b1) * weight.grad).sign()
+            weight.sub_(lr * (direction + rule.weight_decay * weight))
+            moment.mul_(b2).add_(weight.grad, alpha=1 - b2)
+
+    optimizer = SimpleNamespace(param_groups=[{}], step=step)
+    return optimizer
+
+
+def check_exact(device="cpu", M=77, K=300, N=50, seed=0):
+    """fp32: every rung and rule makes the bits of the written-out rule, with changing rates, decay and ragged shapes.
+    AdamW and SGD are also torch's: bit for bit on a GPU, elsewhere within 4 units in the last place a step."""
+    W, data = whole_numbers(N, M, K, device, seed=seed)
+    for rule in (AdamW(weight_decay=0.1), Lion(weight_decay=0.1), SGD(weight_decay=0.1)):
+        p, m, v = W, torch.zeros_like(W), torch.zeros_like(W)
+        theirs = nn.Parameter(W.clone())
+        library, scale = library_step(rule, theirs), W.abs()
+        for t, (X, dY) in enumerate(data, 1):
+            dW, lr = dY.T @ X, 1e-3 * t
+            scalars = torch.tensor(rule.scalars(lr, t), dtype=torch.float64).float().to(device).unbind()
+            scale = scale.maximum(p.abs()).clamp(min=lr)  # a unit is that of the largest term: weights, rates
+            p, m, v = rule.update(p, dW, m, v, scalars)
+            library.param_groups[0]["lr"], theirs.grad = lr, dW
+            library.step()
+        exact = torch.device(device).type == "cuda" and not isinstance(rule, Lion)
+        far = ((p - theirs).abs() / torch.from_numpy(np.spacing(scale.cpu().numpy())).to(device)).max().item()
+        limit = 0 if exact else 4 * len(data)
+        base.require(far <= limit, f"{type(rule).__name__}: {far:g} units in the last place from the library")
+        for rung, backend in rungs(device):
+            weight, handle = forged(W, rule, "fp32", rung, backend)
+            for t, (X, dY) in enumerate(data, 1):
+                take_step(weight, handle, X, dY, 1e-3 * t, t)
+            want = dict(zip(rule.moments, (m, v), strict=False), weight=p)
+            for name, tensor in (handle["weight"].tensors | {"weight": weight}).items():
+                wrong = int((tensor != want[name]).sum())
+                base.require(wrong == 0, f"{type(rule).__name__}, {rung}, {backend}: {wrong} elements of {name} differ")
+
+
+def check_fidelity(device="cpu", N=600, M=96, K=160):
+    """Random inputs: the update is as good as torch's in fp32, and from bf16 inputs better than through a bf16 dW."""
+    generator = torch.Generator().manual_seed(1)
+    X, dY = (torch.randn(N, width, generator=generator).to(device) for width in (K, M))
+    zero = torch.zeros(M, K, device=device)
+    for dtype in (torch.float32, torch.bfloat16):
+        x, dy = X.to(dtype), dY.to(dtype)
+        want = -0.1 * (dy.double().T @ x.double())
+        peer = -0.1 * (dy.T @ x).float()
+        for rung, backend in rungs(device):
+            weight, handle = forged(zero, SGD(), "fp32", rung, backend)
+            if dtype == torch.bfloat16 and rung == "hook":
+                continue  # v1 uses the gradient as autograd makes it
+            take_step(weight, handle, x, dy, 0.1, 1)
+            got = cce.error(weight.detach(), want)
+            limit = cce.error(peer, want) + 2e-6 if dtype == torch.float32 else cce.error(peer, want) / 10
+            base.require(got <= limit, f"{rung}, {backend}, {dtype}: error of the update {got:.1e}, limit {limit:.1e}")
+
+
+def check_input_gradient(device="cpu"):
+    """dX is dY W with the old W, bit for bit; also for a model under both kinds of activation checkpointing."""
+    W, [(X, dY), *_] = whole_numbers(40, 48, 72, device)
+    for layout in LAYOUTS:
+        for rung, backend in rungs(device):
+            weight, handle = forged(W, AdamW(), layout, rung, backend)
+            want = dY @ weight.detach().clone().float()
+            got = take_step(weight, handle, X, dY, 0.1, 1)
+            base.require(torch.equal(got, want), f"{layout}, {rung}, {backend}: dX is not dY W with the old W")
+            base.require(not torch.equal(dY @ weight.detach().float(), want), "the step changed nothing")
+    checkpoint = torch.utils.checkpoint.checkpoint
+    gradients = []
+    for reentrant in (None, True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(72, 64), nn.GELU(), nn.Linear(64, 48)).to(device)
+        handle, x = forge(model, AdamW()), X.clone().requires_grad_()
+        for step in (1, 2):
+            handle.arm(0.01, step)
+            x.grad = None
+            (model(x) if reentrant is None else checkpoint(model, x, use_reentrant=reentrant)).backward(dY)
+        gradients.append([x.grad, *(p.detach() for p in model.parameters())])
+        if reentrant is not None:
+            same = all(torch.equal(a, b) for a, b in zip(gradients[0], gradients[-1], strict=True))
+            base.require(same, f"checkpointing (use_reentrant={reentrant}) changes the step")
+
+
+def check_rounding(device="cpu"):
+    """Stochastic rounding to bf16: right on average (pooled z-test), other noise for another seed, step or weight;
+    NaN and infinities stay what they are."""
+    R, C = 64, 512
+    fractions = torch.tensor([0.125, 0.25, 0.5, 0.875], device=device).repeat_interleave(R * C // 4).view(R, C)
+    ulp = 2.0**-7  # of bf16 in 1 ... 2
+    for backend in cce.backends(device):
+        results = {}
+        for key in (("a", 0, 1), ("b", 0, 1), ("a", 1, 1), ("a", 0, 2)):
+            name, seed, step = key
+            weight, handle = forged(torch.ones(R, C, device=device), SGD(), "bf16", "slab", backend, name, seed=seed)
+            handle.arm(1.0, step)
+            handle[name].step(-ulp * fractions)  # the exact result is 1 + fraction * ulp
+            results[key] = ((weight.detach().float() - 1) / ulp)
+            error = (results[key] - fractions).sum().item()
+            z = error / (fractions * (1 - fractions)).sum().sqrt().item()
+            base.require(abs(z) < 4, f"{backend}: rounding is off by {z:.1f} standard deviations on average")
+        first, *others = results.values()
+        for other in others:
+            share = (first != other).float().mean().item()  # 2 f (1 - f) of independent roundings differ
+            expected = (2 * fractions * (1 - fractions)).mean().item()
+            base.require(0.9 < share / expected < 1.1, f"{backend}: noise of two keys differs in {share:.3f} of places")
+        special = torch.tensor([math.nan, math.inf, -math.inf, 0.0, 1e-45, 3e38], device=device).repeat(64, 2)
+        special.view(torch.int32)[:, 6] = 0x7FFFFFFF  # a GPU's NaN
+        weight, handle = forged(torch.zeros(64, 12, device=device), SGD(), "bf16", "slab", backend)
+        handle.arm(1.0, 1)
+        handle["weight"].step(-special)
+        got = weight.detach().float()
+        kept = torch.where(special.isfinite(), got.isfinite() & ((got - special).abs() <= special.abs() / 128 + 1e-40),
+                           (got == special) | (got.isnan() & special.isnan()))
+        base.require(kept.all(), f"{backend}: {special[~kept][:1].tolist()} was rounded to {got[~kept][:1].tolist()}")
+
+
+def check_shards(device="cpu", M=96, K=384, N=24):
+    """Whatever rung, tile, block or shard an element is in, its new weight and codes are the same, bit for bit."""
+    W, data = whole_numbers(N, M, K, device, steps=3)
+    cuts = [(0, 0, 40, K), (40, 0, M, 128), (40, 128, M, K)]  # one by rows, two by columns
+    for layout in ("bf16", "int8"):
+        for rule in (AdamW(), Lion()):
+            want = None
+            for rung, backend in rungs(device)[1:]:
+                if (rung, backend) == ("hook", "triton"):
+                    continue
+                weight, handle = forged(W, rule, layout, rung, backend)
+                shards = [(forged(W[a:c, b:d], rule, layout, rung, backend, origins={"weight": (a, b)}), (a, b, c, d))
+                          for a, b, c, d in cuts]
+                for t, (X, dY) in enumerate(data, 1):
+                    take_step(weight, handle, X, dY, 1e-2, t)
+                    for (part, one), (a, b, c, d) in shards:
+                        take_step(part, one, X[:, b:d], dY[:, a:c], 1e-2, t)
+                got = handle["weight"].tensors | {"weight": weight.detach()}
+                want = want or got
+                for name, tensor in got.items():
+                    base.require(torch.equal(tensor, want[name]), f"{layout}, {rung}, {backend}: {name} differs")
+                    for (part, one), (a, b, c, d) in shards:
+                        piece = one["weight"].tensors.get(name, part.detach())
+                        span = slice(b // GROUP, d // GROUP) if "scale" in name else slice(b, d)
+                        whole = tensor[a:c, span]
+                        base.require(torch.equal(piece, whole), f"{layout}, {rung}, {backend}: shard's {name} differs")
+
+
+def check_codes(device="cpu"):
+    """8-bit codes: round trips within half a code, no v > 0 stored as 0, and updates of ordinary size where gradients
+    are heavy-tailed (without the floor they reach thousands)."""
+    generator = torch.Generator().manual_seed(0)
+    m = torch.randn(8, 300, generator=generator).to(device) * torch.logspace(-6, 3, 8, device=device).unsqueeze(1)
+    v = m.square()
+    v[:, ::7] = 0
+    m[3] = v[3] = 0  # a group of zeros
+    top = grouped(m).abs().amax(-1, keepdim=True).expand(-1, -1, GROUP).flatten(1)[:, :300]
+    worst = top * (1 + m.abs() / top.clamp(min=1e-30)) ** 2 / (4 * 127) * 1.02
+    off = (decode_m(*encode_m(m)) - m).abs()
+    base.require((off <= worst).all(), f"m is off by {(off / worst.clamp(min=1e-30)).max().item():.2f} half codes")
+    code, scale = encode_v(v)
+    base.require(((code > 0) == (v > 0)).all(), "a v > 0 has code 0, or the reverse")
+    off = (decode_v(code, scale).sqrt() - v.sqrt()).abs()
+    large = code > 1
+    base.require((off[large] <= 1.02 * top[large] / 510).all(), "sqrt(v) is off by more than half a code")
+    for backend in cce.backends(device):
+        weight, handle = forged(torch.zeros(32, 256, device=device), AdamW(weight_decay=0.0), "int8", "slab", backend)
+        largest = 0.0
+        for t in range(1, 41):
+            tail = torch.rand(32, 256, generator=generator).clamp(min=1e-4).pow(-1.0) * 1e-3  # infinite variance
+            handle.arm(1.0, t)
+            handle["weight"].step((torch.randn(32, 256, generator=generator) * tail).to(device))
+            largest = max(largest, handle.telemetry().largest_change.item())
+        base.require(largest < 20, f"{backend}: an element moved by {largest:.0f} rates in one step")
+        smallest = handle["weight"].tensors["v"].min().item()
+        base.require(smallest > 0, f"{backend}: a v > 0 is stored as 0")
+
+
+def check_linear(device="cpu"):
+    """Unarmed, a forged layer is nn.Linear, bit for bit, bias included; armed, its bias still gets that gradient."""
+    W, [(X, dY), *_] = whole_numbers(30, 24, 40, device)
+    plain = nn.Linear(40, 24).to(device)
+    layer = nn.Linear(40, 24).to(device)
+    layer.load_state_dict(plain.state_dict())
+    handle = forge(layer, AdamW())
+    base.require(list(handle.ordinary) == ["bias"], f"left to another optimizer: {list(handle.ordinary)}")
+    shaped, grads = X.view(5, 6, 40), []
+    for module, armed in ((plain, False), (layer, False), (layer, True)):
+        x = shaped.clone().requires_grad_()
+        if armed:
+            layer.zero_grad()
+            handle.arm(1e-3, 1)
+        y = module(x)
+        y.backward(dY.view(5, 6, 24))
+        grads.append((y.detach(), x.grad, module.bias.grad.clone(), module.weight.grad))
+    for got in grads[1:]:
+        for a, b in zip(got[:3], grads[0][:3], strict=True):
+            base.require(torch.equal(a, b), "a forged layer is not nn.Linear")
+    base.require(torch.equal(grads[1][3], grads[0][3]), "the gradient of an unarmed pass differs")
+    base.require(layer.weight.grad is None, "an armed pass left a gradient")
+    base.require(not torch.equal(layer.weight, plain.weight), "an armed pass changed nothing")
+
+
+def check_telemetry(device="cpu"):
+    """Gradient norm, largest change and the flag, by-products of the step, against what they are."""
+    W, [(X, dY), *_] = whole_numbers(30, 48, 72, device)
+    for rung, backend in rungs(device):
+        weight, handle = forged(W, AdamW(), "fp32", rung, backend)
+        take_step(weight, handle, X, dY, 1e-2, 1)
+        told, norm = handle.telemetry(), (dY.T @ X).double().norm()
+        torch.testing.assert_close(told.gradient_norm[0], norm, rtol=1e-6, atol=0)
+        torch.testing.assert_close(told.largest_change[0].float(), (weight.detach() - W).abs().max())
+        base.require(not told.not_finite[0], f"{rung}, {backend}: flagged without a reason")
+        dY[3, 5] = math.inf
+        take_step(weight, handle, X, dY, 1e-2, 2)
+        base.require(handle.telemetry().not_finite[0], f"{rung}, {backend}: an infinite gradient was not noticed")
+        dY[3, 5] = 1
+
+
+def check_resume(device="cpu"):
+    """A state that was saved and loaded goes on with the same bits; one of another rule or shape is refused."""
+    W, data = whole_numbers(20, 24, 40, device, steps=4)
+    for layout in LAYOUTS:
+        straight, handle = forged(W, AdamW(), layout, "slab", "torch", seed=7)
+        for t, (X, dY) in enumerate(data, 1):
+            if t == 3:
+                saved, middle = copy.deepcopy(handle.state_dict()), straight.detach().clone()
+            take_step(straight, handle, X, dY, 1e-2, t)
+        resumed, second = forged(W, AdamW(), layout, "slab", "torch")
+        resumed.data.copy_(middle)
+        second.load_state_dict(saved)
+        for t, (X, dY) in enumerate(data[2:], 3):
+            take_step(resumed, second, X, dY, 1e-2, t)
+        base.require(torch.equal(straight, resumed), f"{layout}: a resumed run ends with other weights")
+    for other in (forged(W, Lion())[1], forged(W, AdamW(), "bf16")[1], forged(W[:8], AdamW(), "int8")[1]):
+        must_raise("saved", lambda other=other: other.load_state_dict(saved))
+
+
+def must_raise(words, action):
+    """action() has to raise a ValueError of one line with these words."""
+    try:
+        action()
+    except ValueError as error:
+        message = str(error)
+    else:
+        message = "no error"
+    base.require(words in message and "\n" not in message, f"expected an error about {words!r}, got: {message}")
+
+
+def check_misuse(device="cpu"):
+    """What would train wrongly raises, and changes nothing."""
+    x, make = torch.ones(4, 8, device=device), lambda: nn.Linear(8, 8, bias=False).to(device)
+    model = nn.Sequential(make(), make())
+    handle = forge(model, AdamW())
+    copies = lambda: [p.detach().clone() for p in model.parameters()]  # noqa: E731
+    changed = lambda before: any(not torch.equal(a, b) for a, b in zip(before, copies(), strict=True))  # noqa: E731
+    before = copies()
+    must_raise("not armed", lambda: handle["0.weight"].step(torch.ones(8, 8, device=device)))
+    model(x).sum().backward()
+    must_raise("was not armed", lambda: handle.arm(0.1, 1))
+    model.zero_grad()
+    first = model(x)
+    must_raise("used twice", lambda: (handle.arm(0.1, 1), model(x)))
+    del first
+    handle.disarm()
+    two = model[0](model[0](x))
+    must_raise("used twice", lambda: handle.arm(0.1, 1))
+    del two
+    for step, lr in ((0, 0.1), (1, -1.0), (1, math.nan)):
+        must_raise("arm(lr=", lambda step=step, lr=lr: handle.arm(lr, step))
+    scaler = torch.amp.GradScaler(torch.device(device).type)
+    scaler.scale(torch.ones((), device=device))
+    must_raise("unscaled", lambda: scaler.unscale_(handle))
+    must_raise("rule is fixed", lambda: setattr(handle, "rule", Lion()))
+    handle.disarm()
+    must_raise("fp16", lambda: model(x.half()))
+    base.require(not changed(before), "a refusal left a trace")
+    handle.arm(0.1, 1)
+    loss = model(x).sum()
+    loss.backward(retain_graph=True)
+    after = copies()
+    must_raise("one backward pass", loss.backward)
+    base.require(not changed(after), "updated a second time")
+    handle.disarm()
+    model.double()
+    must_raise("moved or cast", lambda: handle.arm(0.1, 2))
+
+    class DistributedDataParallel(nn.Module):  # the name is what counts
+        def __init__(self, module):
+            super().__init__()
+            self.module = module
+
+    tied = nn.Sequential(nn.Embedding(8, 8), make())
+    tied[1].weight = tied[0].weight
+    bare = make()
+    weight = bare.weight.detach().clone()
+    for words, action in {
+        "reduces gradients": lambda: forge(DistributedDataParallel(bare), AdamW()),
+        "tied": lambda: forge(tied, AdamW()),
+        "2 data-parallel": lambda: forge(bare, AdamW(), "bf16", data_parallel=2),
+        "not element-wise": lambda: forge(bare, "Muon"),
+        "pass AdamW": lambda: forge(bare, torch.optim.SGD),
+        "layout is": lambda: forge(bare, AdamW(), "fp8"),
+        "rung is": lambda: forge(bare, AdamW(), rung="v3"),
+        "no weight": lambda: forge(nn.ReLU(), AdamW()),
+        "is no module": lambda: forge(nn.Sequential(bare), AdamW(), skip="head"),
+        "pass a matrix": lambda: forge(make().half(), AdamW()),
+    }.items():
+        must_raise(words, action)
+    base.require(torch.equal(bare.weight, weight) and type(bare) is nn.Linear, "a refused forge() changed the model")
+    W = torch.zeros(8, 256, device=device)
+    _, handle = forged(W, AdamW(), "int8")
+    handle.arm(0.1, 1)
+    must_raise("does not lie", lambda: handle["weight"].step(W, row=1))
+    must_raise("multiples of 128", lambda: handle["weight"].step(W[:, :64], col=64))
+
+
+def check_plans():
+    """Slabs cover the matrix, keep to their bytes, and start on borders that every layout can be cut at."""
+    for M, K in ((4096, 4096), (768, 3072), (2304, 256000), (256000, 2304), (50257, 768), (77, 300), (1, 10**8)):
+        for size in (4 * 128 * 256, 8 * MIB, SLAB):
+            rows, cols = slab_shape(M, K, size // 4)
+            fits = 4 * rows * cols <= max(size, 4 * 128 * 256)
+            base.require(fits and rows <= M and cols <= K, f"{M} x {K}: a slab of {rows} x {cols} in {size} bytes")
+            base.require(cols == K or cols % GROUP == 0, f"{M} x {K}: slabs start at multiples of {cols} columns")
+    must_raise("smallest", lambda: slab_shape(1000, 1000, 1000))
+
+
+def stack(device, width=1024, layers=6):
+    """(a model of square linears, its input): the gradients of all layers are much more than one layer's."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        return nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(layers)]), torch.randn(64, width)
+
+
+def peak_of_step(device, optimizer, layout="fp32", rung="auto", **options):
+    """Bytes that backward and step hold at their peak beyond what is alive after forward, in the second step."""
+    model, x = stack(device)
+    if optimizer == "forge":
+        handle = forge(model, AdamW(), layout, rung=rung, **options)
+    else:
+        model.to(LAYOUTS[layout].weight)
+        other = torch.optim.AdamW(model.parameters(), fused=optimizer == "fused", foreach=optimizer == "foreach")
+    for step in (1, 2):
+        y = model(x.to(next(model.parameters()).dtype))
+
+        def backward_and_step(y=y, step=step):
+            if optimizer == "forge":
+                handle.arm(1e-3, step)
+            y.sum().backward()
+            if optimizer != "forge":
+                other.step()
+                model.zero_grad()
+
+        peak = base.peak_bytes(backward_and_step, device)
+        del y
+    return peak
+
+
+def check_memory(device="cpu"):
+    """The gradients of six equal layers are never alive together: v1 holds one, v2 one slab, v3 none."""
+    layer = 4 * 1024**2
+    pieces = 20 * cce.CPU_BLOCK // 4  # temporaries of torch_step, whatever the layer's size
+    for rung, backend in rungs(device):
+        if backend == "triton" and torch.device(device).type == "cpu":
+            continue  # the same buffers, much slower
+        peak = peak_of_step(device, "forge", rung=rung, backend=backend)
+        base.require(peak < 2 * layer + pieces, f"{rung}, {backend}: {peak / layer:.1f} layers of gradient at the peak")
+
+
+def check_graph(device="cuda"):
+    """A captured CUDA graph, armed anew before each replay, makes the bits of eager steps, and nothing is compiled
+    for a new step or rate (GPU only)."""
+    W, data = whole_numbers(64, 256, 512, device, steps=4)
+    for layout in LAYOUTS:
+        for rung in ("slab", "fused"):
+            eager, handle = forged(W, AdamW(), layout, rung, "triton")
+            kernel, variants = (forge_kernel if rung == "fused" else step_kernel), None
+            for t, (X, dY) in enumerate(data, 1):
+                take_step(eager, handle, X, dY, 1e-3 * t, t)
+                count = sum(len(cache[0]) for cache in kernel.device_caches.values())
+                base.require(variants in (None, count), f"{layout}, {rung}: step {t} compiled a kernel")
+                variants = count
+            weight, handle = forged(W, AdamW(), layout, rung, "triton")
+            X, dY = (t.clone() for t in data[0])
+            state = handle["weight"]
+            handle.arm(0.0, 1)  # capture runs nothing
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                weight_update(state, dY, X)
+            for t, (x, dy) in enumerate(data, 1):
+                X.copy_(x)
+                dY.copy_(dy)
+                handle.arm(1e-3 * t, t)
+                graph.replay()
+            base.require(torch.equal(eager, weight), f"{layout}, {rung}: the graph's steps differ")
+
+
+# The bugs of --break, each once shipped by somebody.
+
+
+def _one_noise(*arguments, _bits=random_bits):
+    return _bits(*arguments[:2], 0, *arguments[3:])
+
+
+def _noise_of_the_shard(seed, step, number, row, col, *size, _bits=random_bits):
+    return _bits(seed, step, number, 0, 0, *size)
+
+
+class _Fp32Scalars(AdamW):
+    def scalars(self, lr, step):
+        """1 - b2^t from an fp32 b2^t."""
+        a = list(super().scalars(lr, step))
+        a[4] = float(1 / np.sqrt(np.float32(1) - np.float32(self.betas[1]) ** np.float32(step)))
+        return a
+
+
+class _LionWithoutDecay(Lion):
+    def scalars(self, lr, step):
+        return 1.0, *super().scalars(lr, step)[1:]
+
+
+def _keep_gradients(state):
+    def hook(weight):
+        state.step(weight.grad)
+        state.kept, weight.grad = weight.grad, None
+
+    state.weight.register_post_accumulate_grad_hook(hook)
+
+
+def _add_to_slab(dY, X, out):
+    out.add_(dY.float().T @ X.float())
+
+
+# name: (the check that must catch it, what is replaced, the bug)
+BREAKS = {
+    "update-first": (check_input_gradient, "dx_then_update", lambda dx, update: (update(), dx())[::-1]),
+    "truncate": (check_rounding, "round_to_bf16", lambda x, noise: (x.view(torch.int32) & -65536).view(torch.float32)),
+    "noisy-nan": (check_rounding, "round_to_bf16", lambda x, noise: (
+        (x.contiguous().view(torch.int32) + noise) >> 16).to(torch.int16).view(torch.bfloat16)),
+    "one-noise": (check_rounding, "random_bits", _one_noise),
+    "shard-noise": (check_shards, "random_bits", _noise_of_the_shard),
+    "no-floor": (check_codes, "V_FLOOR", tl.constexpr(0)),
+    "fp32-scalars": (check_exact, "AdamW", _Fp32Scalars),
+    "no-decay": (check_exact, "Lion", _LionWithoutDecay),
+    "old-slab": (check_exact, "weight_gradient", _add_to_slab),
+    "rounded-gradient": (check_fidelity, "weight_gradient", lambda dY, X, out: out.copy_((dY.T @ X).bfloat16())),
+    "all-gradients": (check_memory, "step_in_hook", _keep_gradients),
+    "deaf": (check_misuse, "reused", lambda name: ""),
+}
+if HAS_TRITON:
+
+    @triton.jit
+    def _bits_of_the_tile(key, row, col, ROWS: tl.constexpr, COLS: tl.constexpr):
+        index = tl.arange(0, ROWS)[:, None] * COLS + tl.arange(0, COLS)[None, :]
+        return (tl.randint(key[0], index) & 0xFFFF).to(tl.int32)
+
+    @triton.jit
+    def _decay_in_gradient(p, g, m, v, a, EXACT: tl.constexpr):
+        return adamw_tile_of_this_file(p, g + (1.0 - a[0]) * p, m, v, (1.0, a[1], a[2], a[3], a[4], a[5], a[6]), EXACT)
+
+    adamw_tile_of_this_file = adamw_tile
+    BREAKS |= {
+        "tile-noise": (check_shards, "tile_bits", _bits_of_the_tile),
+        "coupled-decay": (check_exact, "adamw_tile", _decay_in_gradient),
+    }
+
+
+# ==== 9. Measurements =================================================================================================
+
+
+def measure_bytes(device, ledger):
+    """Resident bytes a parameter by layout, and what backward and step hold beyond what is alive after forward."""
+    print("bytes a parameter with AdamW   held: gradient apart | fused   moved: unfused | fused")
+    for layout in LAYOUTS:
+        held, moved = ([f(AdamW(), layout, fused) for fused in (False, True)] for f in (resident_bytes, traffic_bytes))
+        print(f"  {layout:<28} {held[0]:>19.2f} | {held[1]:>5.2f} {moved[0]:>16.2f} | {moved[1]:>5.2f}")
+    print()
+    for layout in LAYOUTS:
+        weight, handle = forged(torch.zeros(512, 1024, device=device), AdamW(), layout)
+        tensors = [weight, *handle["weight"].tensors.values()]
+        measured = sum(t.nbytes for t in tensors) / weight.numel()
+        ledger.row(f"{layout}: held, fused", "W + state", resident_bytes(AdamW(), layout, True), measured, "B", (1, 1))
+    model, _ = stack("meta")
+    sizes = [p.numel() for p in model.parameters()]
+    gradients, largest = 4 * sum(sizes), 4 * max(sizes)
+    for name, formula, predicted in (
+        ("fused", "gradients", gradients), ("foreach", "gradients + temporaries", 2 * gradients),
+    ):
+        ledger.row(f"AdamW({name}): beyond forward", formula, predicted / MIB, peak_of_step(device, name) / MIB,
+                   band=(0.95, 1.3))
+    hook = peak_of_step(device, "forge", rung="hook") / MIB
+    ledger.row("v1, hook: beyond forward", "one layer + blocks", largest / MIB, hook, band=(0.9, 2))
+    for name, rung in (("v2, slabs", "slab"), ("v3, FORGE", "fused")):
+        compiled = device.type == "cuda" and HAS_TRITON
+        measured = peak_of_step(device, "forge", rung=rung) / MIB if compiled else None
+        ledger.row(f"{name}: beyond forward", "dX; the slab is older", None, measured)
+
+
+def measure_gpt(ledger, tokens=256):
+    """Memory of backward + step beyond parameters, states and activations: the layers of GPT-2 small, few tokens."""
+    config = base.GPTConfig(256, tokens, 12, 12, 768)
+    x = torch.randint(256, (1, tokens), device="cuda")
+    for layout in LAYOUTS:
+        for name in ("fused", "foreach", "forge"):
+            if layout in ("master", "int8") and name != "forge":
+                continue
+            torch.manual_seed(0)
+            with torch.device("cuda"):
+                model = base.GPT(config)
+            model.embedding.requires_grad_(False)
+            model.classifier.requires_grad_(False)
+            linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
+            size = sum(m.weight.numel() for m in linears) * LAYOUTS[layout].weight.itemsize
+            if name == "forge":
+                handle = forge(model, AdamW(), layout)
+                others = torch.optim.AdamW(handle.ordinary.values())
+            else:
+                for module in linears:
+                    module.to(LAYOUTS[layout].weight)
+                others = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], **{name: True})
+            for step in (1, 2):
+                with torch.autocast("cuda", torch.bfloat16):
+                    loss = model(x).float().square().mean()
+
+                if name == "forge":
+                    handle.arm(1e-3, step)
+
+                def backward_and_step(loss=loss, others=others):
+                    loss.backward()
+                    others.step()
+                    others.zero_grad()
+
+                peak = base.peak_bytes(backward_and_step, "cuda")
+            if name == "forge":
+                ledger.row(f"GPT, {layout}, forge: transient", "at most one slab", SLAB / MIB,
+                           (peak + handle.slab.nbytes) / MIB, band=(0, 1))
+            else:
+                ledger.row(f"GPT, {layout}, AdamW({name})", "gradients" + " + as much" * (name == "foreach"),
+                           size * (1 + (name == "foreach")) / MIB, peak / MIB, band=(0.9, 1.1))
+
+
+def bench_graph(work, runs=5, target=10.0):
+    """Median microseconds of each of the functions in `work`, replayed as one CUDA graph, which leaves no launch gaps:
+    pass several with buffers of their own, so that nothing is in cache that would not be."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for fn in work:
+            fn()
+        once = base.bench(work[0], "cuda", runs=3).median
+        rounds = max(1, min(40, int(target / max(once, 0.01) / len(work))))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=side):
+            for _ in range(rounds):
+                for fn in work:
+                    fn()
+        time = base.bench(graph.replay, "cuda", runs=runs).median
+    torch.cuda.current_stream().wait_stream(side)
+    return 1e3 * time / rounds / len(work)
+
+
+def library_ways(dY, X, layout):
+    """Functions that make dW and step with torch alone: dW as autograd would leave it, AdamW(fused=True), and for the
+    master layout the copies between bf16 and fp32. None for 8 bits, which torch lacks."""
+    M, K = dY.shape[1], X.shape[1]
+    dtype = torch.bfloat16 if layout == "bf16" else torch.float32
+    p = nn.Parameter(0.02 * torch.randn(M, K, device="cuda").to(dtype))
+    W = p.detach().bfloat16() if layout == "master" else None
+    p.grad, narrow = torch.empty_like(p), torch.empty(M, K, dtype=torch.bfloat16, device="cuda")
+    optimizer = torch.optim.AdamW([p], lr=1e-3, weight_decay=0.1, fused=True, capturable=True)
+
+    def step():
+        if layout == "bf16":
+            torch.mm(dY.T, X, out=p.grad)
+        else:
+            p.grad.copy_(torch.mm(dY.T, X, out=narrow))
+        optimizer.step()
+        if W is not None:
+            W.copy_(p.detach())
+
+    return step
+
+
+def measure_speed(M, K, N, layout, fused=True):
+    """{way: microseconds} of dW and step for a weight (M, K) and N tokens in bf16."""
+    X, dY = (torch.randn(N, width, device="cuda").bfloat16() for width in (K, M))
+    copies = max(1, min(12, 1 + int(160e6 / (M * K * traffic_bytes(AdamW(), layout, True)))))  # more than L2 holds
+    ways = {}
+    if layout != "int8":
+        peers = [library_ways(dY, X, layout) for _ in range(copies)]
+        ways["torch"] = bench_graph(peers)
+        del peers
+    states = []
+    for _ in range(copies):
+        weight = nn.Parameter(0.02 * torch.randn(M, K, device="cuda"))
+        handle = Forge({"weight": weight}, AdamW(weight_decay=0.1), layout, backend="triton", rung="slab")
+        handle.arm(1e-3, 1)
+        states.append(handle["weight"])
+    for dtype in (torch.bfloat16, torch.float32):
+        name = str(dtype)[6:].replace("float", "")  # b16, 32
+        dW = torch.empty(M, K, dtype=dtype, device="cuda")
+
+        def whole(state, dW=dW):
+            weight_gradient(dY, X, dW)
+            state.step(dW)
+
+        ways[f"dW{name} + step"] = bench_graph([functools.partial(whole, state) for state in states])
+        del dW, whole
+        rows, cols = slab_shape(M, K, SLAB // dtype.itemsize)
+        for state in states:
+            state.handle.slab = states[0].handle.slab if state is not states[0] else torch.empty(
+                rows * cols, dtype=dtype, device="cuda")
+        ways[f"slabs {name}"] = bench_graph([functools.partial(s.step_in_slabs, dY, X, rows, cols) for s in states])
+    if fused:
+        ways["fused"] = bench_graph([functools.partial(s.step_fused, dY, X) for s in states])
+    return ways
+
+
+def speed_table(ledger, shapes, tokens):
+    """dW and step side by side. Claims: slabs against the whole dW and the same step, and against torch."""
+    ways = ("torch", "dWb16 + step", "dW32 + step", "slabs b16", "slabs 32", "fused")
+    print(f"\ndW and step, microseconds (CUDA graphs; X, dY in bf16)\n{'M x K':>14} {'N':>6} {'layout':<7}"
+          + "".join(f"{way:>14}" for way in ways) + "  torch / slabs b16, 32")
+    slowest, gain = {"b16": 0.0, "32": 0.0}, {"b16": math.inf, "32": math.inf}
+    for M, K in shapes:
+        for N in tokens:
+            for layout in LAYOUTS:
+                got = measure_speed(M, K, N, layout, fused=N <= 1024)
+                ratios = ""
+                for name in slowest:
+                    slowest[name] = max(slowest[name], got[f"slabs {name}"] / got[f"dW{name} + step"])
+                    if "torch" in got:
+                        ratio = got["torch"] / got[f"slabs {name}"]
+                        ratios += f"{ratio:>8.2f}"
+                        if layout == "master" and N <= 1024 and (M, K) == (4096, 4096):
+                            gain[name] = min(gain[name], ratio)
+                cells = "".join(f"{got[way]:>14.1f}" if way in got else f"{'':>14}" for way in ways)
+                print(f"{M:>6} x {K:<6}{N:>6} {layout:<7}{cells}{ratios}", flush=True)
+    for name in slowest:
+        ledger.row(f"slabs {name}: against whole dW", "at most 10 % slower", 1.1, slowest[name], "", (0, 1))
+        if gain[name] < math.inf:
+            ledger.row(f"slabs {name}: torch, master, 4096^2", "at least 1.4", 1.4, gain[name], "", None)
+
+
+def measure_traffic(device, ledger, M=8192, K=8192):
+    """Bytes a parameter that the step moves, at the rate at which the same GPU copies."""
+    a = torch.empty(2**28, device=device)
+    b = torch.empty_like(a)
+    rate = 2 * a.nbytes / bench_graph([functools.partial(torch.add, a, 1.0, out=b)])  # bytes a microsecond
+    del a, b
+    print(f"\na copy moves {rate / 1e6:.2f} TB/s. The step of {M} x {K} from an fp32 dW, as bytes at that rate:")
+    dW = 1e-3 * torch.randn(M, K, device=device)
+    for layout in LAYOUTS:
+        _, handle = forged(0.02 * torch.randn(M, K, device=device), AdamW(), layout, backend="triton")
+        handle.arm(1e-3, 1)
+        moved = bench_graph([functools.partial(handle["weight"].step, dW)]) * rate / M / K
+        predicted = traffic_bytes(AdamW(), layout, True) + 4
+        ledger.row(f"{layout}: moved by the step", "2 state + W + dW", predicted, moved, "B", None)
+
+
+def body(device, ledger, args):
+    checks = [check_exact, check_fidelity, check_input_gradient, check_rounding, check_shards, check_codes]
+    checks += [check_linear, check_telemetry, check_resume, check_misuse, check_memory]
+    compiled = device.type == "cuda" and HAS_TRITON
+    checks += [check_graph] if compiled else []
+    for check in checks:
+        check(device)
+    check_plans()
+    names = ", ".join(check.__name__[6:] for check in [*checks, check_plans])
+    backends = " and ".join(cce.backends(device))
+    print(textwrap.fill(f"checks passed on backends {backends}: {names}", 110) + "\n")
+    eight = next(shape for shape in base.MODELS if shape.name == "Llama 3 8B")
+    print(f"between backward and step, {eight.name} has {2 * eight.params / 2**30:.1f} GiB of gradients in bf16\n")
+    measure_bytes(device, ledger)
+    if compiled:
+        measure_gpt(ledger)
+        measure_traffic(device, ledger)
+        if args.table:
+            speed_table(ledger, TABLE_SHAPES, TABLE_TOKENS)
+        else:
+            speed_table(ledger, [(4096, 4096), (768, 3072)], [1024])
+
+
+TABLE_SHAPES = [(4096, 4096), (4096, 14336), (768, 3072), (2304, 256000)]
+TABLE_TOKENS = [128, 512, 1024, 2048, 4096, 16384]
+
+
+def add_arguments(parser):
+    parser.add_argument("--table", action="store_true", help="time all shapes, token counts and layouts (GPU, minutes)")
+
+
+if __name__ == "__main__":
+    sys.exit(base.run_stage(__file__, __doc__, globals(), body, "python 05_parallelism.py", add_arguments))
+
+
+# Exercises
+#   1. Add RMSProp or Adagrad: a rule class, its tile, and a line where the tiles are chosen. Which checks does it get
+#      for nothing, and what does it need in library_step?
+#   2. slab_shape counts waves of 128 x 256 tiles. Print slab_shape(4096, 14336, 2**23) and the waves of two other cuts
+#      of the same size; then time them. How much does the cut matter at 512 tokens, and at 16,384?
+#   3. Store v in 8 bits without the square root, or without the floor, and let check_codes tell what happens to the
+#      largest update. Why is it v's smallest elements, not its largest, that need care?
