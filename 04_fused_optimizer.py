@@ -736,9 +736,8 @@ def torch_step(state, gradient, row, col):
             m = decode_m(f.m[at], f.m_scale[scale_at])
             v = None if v is None else decode_v(f.v[at], f.v_scale[scale_at])
         p, m, v = rule.update(old, g, m, v, scalars)
-        change = (p - old).abs()
-        state.telemetry[0, 0] += g.square().sum()
-        state.telemetry[1, 0] = torch.maximum(state.telemetry[1, 0], change.where(change < math.inf, math.inf).max())
+        state.telemetry[0, 0] += torch.linalg.vector_norm(g).double() ** 2
+        state.telemetry[1, 0] = torch.maximum(state.telemetry[1, 0], (p - old).abs().max())  # keeps a NaN
         if f.master is not None:
             f.master[at] = p
             f.W[at] = p.to(f.W.dtype)

@@ -14,6 +14,10 @@ What it shows
     default where 03's kernels run); cce-exact: exact (the default elsewhere); cce-sparse: sparse wherever its entries
     fit; cce-filter: dE without the tiles that 03 would leave out (dC stays exact, a filtered one starves the rows of
     rare tokens); reference: of the materialised loss, for comparison.
+    --optimizer forge (04, the default of one process): the layers' weights are updated inside backward, so that their
+    gradients are never alive together; --states says in what precision weights and moments are kept. Embedding,
+    classifier and norms get an ordinary AdamW. Clipping, --accum and several processes need whole gradients: there
+    adamw is the default.
 
 What stays the same whatever the number of processes
     --batch counts the sequences of one optimizer step over ALL processes and micro-batches. Sequence i of step s is
@@ -53,6 +57,7 @@ import torch.distributed as dist
 base = importlib.import_module("01_logits_memory")
 cce = importlib.import_module("02_cce_kernel")
 filtering = importlib.import_module("03_grad_filter_sort")
+forging = importlib.import_module("04_fused_optimizer")
 MIB = base.MIB
 
 # batch None: the largest power of two, up to 64 sequences a process, whose predicted memory fits what is free.
@@ -61,7 +66,8 @@ PRESETS = {
     "gpt2-small": dict(layers=12, dim=768, heads=12, seq=1024, batch=None, steps=300, lr=1e-3, tokens="bigrams"),
     "gpt2-medium": dict(layers=24, dim=1024, heads=16, seq=1024, batch=None, steps=300, lr=6e-4, tokens="bigrams"),
 }
-MODEL_FLAGS = ("preset", "layers", "dim", "heads", "seq", "vocab", "tokens")  # fixed by a checkpoint
+MODEL_FLAGS = ("preset", "layers", "dim", "heads", "seq", "vocab", "tokens")  # fixed by a checkpoint,
+STATE_FLAGS = {"optimizer": "adamw", "states": "fp32"}  # as are these; what they were before they were flags
 BETAS, WEIGHT_DECAY, MIN_LR = (0.9, 0.95), 0.1, 0.1  # AdamW; the cosine ends at a tenth of the peak rate
 WARMUP = 50  # steps, also in short runs: AdamW's second moment averages 20, and a full rate before that makes it spike
 KEEP = 2  # checkpoints on disk: if the newest is damaged, the one before it is tried
@@ -352,12 +358,47 @@ def all_reduce_gradients(model, world):
     world.sum(*(p.grad for p in model.parameters()))
 
 
-def make_optimizer(model, args):
-    """AdamW; weight decay on matrices only. fused: one kernel, no temporaries."""
-    matrices = [p for p in model.parameters() if p.dim() >= 2]
-    others = [p for p in model.parameters() if p.dim() < 2]
-    groups = [dict(params=matrices, weight_decay=WEIGHT_DECAY), dict(params=others, weight_decay=0.0)]
-    return torch.optim.AdamW(groups, lr=args.lr, betas=BETAS, fused=True)
+RULE = forging.AdamW(BETAS, 1e-8, WEIGHT_DECAY)
+
+
+class Optimizer:
+    """AdamW for every parameter, decay on matrices only. With --optimizer forge the step of linear weights is 04's,
+    inside the backward pass that follows begin(); the others' is torch's, in finish()."""
+
+    def __init__(self, model, args):
+        self.forged = forging.forge(model, RULE, args.states, seed=args.seed) if args.optimizer == "forge" else None
+        self.parameters = list(self.forged.ordinary.values() if self.forged else model.parameters())
+        matrices, others = ([p for p in self.parameters if (p.dim() >= 2) == wanted] for wanted in (True, False))
+        groups = [dict(params=matrices, weight_decay=WEIGHT_DECAY), dict(params=others, weight_decay=0.0)]
+        self.ordinary = torch.optim.AdamW(groups, lr=args.lr, betas=BETAS, fused=True)  # one kernel, no temporaries
+        self.clip = args.clip or math.inf
+
+    def begin(self, step, lr):
+        """What the backward passes that follow belong to: step 1, 2, ..."""
+        for group in self.ordinary.param_groups:
+            group["lr"] = lr
+        if self.forged:
+            self.forged.arm(lr, step)
+
+    def finish(self):
+        """The rest of the step, after all gradients; returns their norm, a tensor."""
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.clip)
+        self.ordinary.step()
+        self.ordinary.zero_grad(set_to_none=True)
+        if self.forged:
+            norm = torch.cat((self.forged.telemetry().gradient_norm, norm.double().view(1))).norm()
+        return norm
+
+    def state_dict(self):
+        return dict(ordinary=self.ordinary.state_dict()["state"], forged=self.forged and self.forged.state_dict())
+
+    def load_state_dict(self, saved):
+        """The state of torch's AdamW follows the order of its parameters."""
+        saved = saved if "ordinary" in saved else dict(ordinary=saved)  # before there was a choice
+        groups = self.ordinary.state_dict()["param_groups"]
+        self.ordinary.load_state_dict(dict(state=saved["ordinary"], param_groups=groups))
+        if self.forged:
+            self.forged.load_state_dict(saved["forged"])
 
 
 def learning_rate(step, args):
@@ -403,7 +444,9 @@ def predict_memory(config, batch, accum, args, device):
     """Bytes by category for one process that puts `batch` sequences through the model at a time, and their peak."""
     N, V, D = batch * config.seq, config.vocab, config.dim
     cuda, autocast = device.type == "cuda", args.dtype == "bf16"
-    P = 4 * config.parameters()
+    forged = 12 * config.layers * config.dim**2 if args.optimizer == "forge" else 0  # parameters of linear layers
+    others = config.parameters() - forged
+    weight, state = forging.LAYOUTS[args.states].weight.itemsize, forging.state_bytes(RULE, args.states)
     if args.loss == "reference":
         loss = base.reference_bytes(N, V, D, 4)
     else:
@@ -414,12 +457,18 @@ def predict_memory(config, batch, accum, args, device):
         if args.loss == "cce-sparse":  # a fresh model lists too much and begins with the exact gradient, as with cce
             beyond = max(beyond, filtering.sparse_bytes(N, V, D, dtype, filtering.places(N, CANDIDATES)))
         loss = dtype.itemsize * (N + V) * D + beyond + (2 * (N + V) * D if autocast else 0)  # and E, C in bf16
-    parts = dict(parameters=P, gradients=P, optimizer=2 * P)
-    parts |= dict(activations=base.activation_bytes(config, N, autocast, fused_norm=cuda), loss=loss)
+    # Of the forged weights' gradients one layer's is alive, or a slab of it, which is kept from step to step.
+    rung = "auto" if has_kernels(device) else "hook"
+    layer = forging.plan_update(4 * D, D, N, args.states, rung).bytes if forged else 0
+    parts = dict(parameters=4 * others + weight * forged, gradients=4 * others + layer)
+    parts |= dict(optimizer=8 * others + state * forged)
+    # Autocast keeps a 16-bit copy of each weight from forward to backward; of a forged one it is made twice instead.
+    activations = base.activation_bytes(config, N, autocast, fused_norm=cuda) - (2 * forged if autocast else 0)
+    parts |= dict(activations=activations, loss=loss)
     # The peak is either in the loss's backward, where activations are complete and gradients (unless micro-batches
     # before it left theirs) are not there yet, or at the end of backward, with all gradients and no activations.
-    early = parts["activations"] + loss + (P if accum > 1 else 0)
-    return parts, 3 * P + max(early, P)
+    early = activations + loss + (parts["gradients"] if accum > 1 else layer if rung == "auto" else 0)
+    return parts, parts["parameters"] + parts["optimizer"] + max(early, parts["gradients"])
 
 
 def fitting_batch(config, world, args, device):
@@ -470,7 +519,7 @@ def save_checkpoint(out, step, model, optimizer, args, data):
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         generators["cuda"] = torch.cuda.get_rng_state()
     buffer = io.BytesIO()
-    state = dict(model=model.state_dict(), optimizer=optimizer.state_dict()["state"], generators=generators)
+    state = dict(model=model.state_dict(), optimizer=optimizer.state_dict(), generators=generators)
     torch.save(state, buffer)
     base.replace_atomically(name.with_suffix(".pt"), buffer.getbuffer())
     saved = {k: v for k, v in vars(args).items() if k not in NOT_SAVED}
@@ -507,11 +556,10 @@ def find_checkpoint(out):
 
 
 def restore(path, model, optimizer):
-    """Load what save_checkpoint stored. The optimizer's state follows the order of its parameters."""
+    """Load what save_checkpoint stored."""
     tensors = torch.load(path, weights_only=True, map_location="cpu")
     model.load_state_dict(tensors["model"])
-    groups = optimizer.state_dict()["param_groups"]
-    optimizer.load_state_dict(dict(state=tensors["optimizer"], param_groups=groups))
+    optimizer.load_state_dict(tensors["optimizer"])
     torch.set_rng_state(tensors["generators"]["cpu"])
     if "cuda" in tensors["generators"] and torch.cuda.is_available():
         torch.cuda.set_rng_state(tensors["generators"]["cuda"])
@@ -609,6 +657,8 @@ def describe_run(config, data, world, args, device, start):
         f"{args.heads} heads, vocabulary {config.vocab}, {config.flops_per_token() / 1e6:.1f} MFLOP a token"
     )
     yield f"        {args.dtype} ({args.why_dtype}), loss {args.loss} ({args.why_loss}{how.get(args.loss, '')})"
+    forged = {"forge": f", 04's step inside backward for the layers' weights, states in {args.states}", "adamw": ""}
+    yield f"        optimizer {args.optimizer} ({args.why_optimizer}){forged[args.optimizer]}"
     yield f"step    {tokens:,} tokens = {args.batch} sequences of {args.seq} = " + (
         f"{world.size} process(es) x {args.accum} micro-batch(es) x {micro}"
     )
@@ -645,7 +695,7 @@ def run(args):
     if args.batch is None:
         args.batch = fitting_batch(config, world, args, device)
     check_batch(args, world.size)
-    optimizer = make_optimizer(model, args)
+    optimizer = Optimizer(model, args)
     start = args.start
     if args.resume:
         restore(args.checkpoint, model, optimizer)
@@ -704,13 +754,10 @@ def train(model, optimizer, data, config, world, args, device, start, stop):
     for step in range(start, args.steps):
         began = time.perf_counter()
         lr = learning_rate(step, args)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
+        optimizer.begin(step + 1, lr)
         before = stats.calls, stats.sparse
         loss = accumulate_gradients(model, data, step, world, args, device, stats)
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip or math.inf)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        norm = optimizer.finish()
         totals = torch.stack((loss.double(), torch.tensor(float(stop.number), dtype=torch.float64, device=device)))
         world.sum(totals)  # the loss over all processes, and whether any of them was told to stop
         (loss, stopped), norm = totals.tolist(), norm.item()  # the step's one wait for the device
@@ -760,7 +807,7 @@ def train(model, optimizer, data, config, world, args, device, start, stop):
 # ==== 6. The command line =============================================================================================
 
 NOT_SAVED = ("resume", "out", "sample", "gpus", "device", "log", "checkpoint", "start", "data_digest", "torchrun",
-             "why_dtype", "why_loss")
+             "why_dtype", "why_loss", "why_optimizer")
 
 
 class Parser(argparse.ArgumentParser):
@@ -777,7 +824,10 @@ def make_parser():
         add(f"--{name}", type=int, help=f"{what}from the preset")
     add("--accum", type=int, default=1, help="micro-batches a step")
     add("--lr", type=float, help="peak learning rate (from the preset)")
-    add("--clip", type=float, default=1.0, help="largest gradient norm; 0: do not clip (1.0)")
+    add("--optimizer", choices=("forge", "adamw"),
+        help="step inside backward, or after it (forge with one process, no --accum and no --clip)")
+    add("--states", choices=list(forging.LAYOUTS), help="of forged weights: fp32; bf16 with fp32 master; bf16; int8")
+    add("--clip", type=float, help="largest gradient norm; 0: do not clip (1.0 with adamw, 0 with forge)")
     add("--dtype", choices=("bf16", "fp32"), help="of the matrix products (bf16 where the GPU has it, else fp32)")
     add("--loss", choices=list(LOSSES),
         help="gradient of the loss: sparse while that is close, else exact; exact; dE filtered; sparse; through logits")
@@ -810,10 +860,11 @@ def parse(argv):
     if args.resume:
         record, path = find_checkpoint(args.out)
         asked = args
+        record["flags"] = STATE_FLAGS | record["flags"]
         parser.set_defaults(**record["flags"])
         args = parser.parse_args(argv)
         args.start, args.checkpoint, args.data_digest = record["step"], str(path), record["data"]
-        for name in MODEL_FLAGS:
+        for name in (*MODEL_FLAGS, *STATE_FLAGS):
             wish, has = getattr(asked, name), record["flags"][name]
             if wish not in (None, has):
                 raise ValueError(f"--{name} {wish}: the checkpoint has {has}: drop the flag, or use another --out")
@@ -841,6 +892,10 @@ def parse(argv):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} {value}: must be at least 1")
+    processes = int(os.environ.get("WORLD_SIZE", 1)) if args.torchrun else args.gpus
+    args.optimizer, args.why_optimizer = choose_optimizer(args, processes)
+    args.clip = (0.0 if args.optimizer == "forge" else 1.0) if args.clip is None else args.clip
+    args.states = args.states or "fp32"
     for name in ("steps", "save_every", "eval_every", "clip", "lr", "temperature", "sample_tokens", "seed"):
         if not 0 <= getattr(args, name) < 2**63:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}: must not be negative (nor past 2^63)")
@@ -867,6 +922,26 @@ def parse(argv):
         if not base.HAS_TRITON:
             args.why_loss = "blocked PyTorch: Triton is not installed"
     return args
+
+
+def choose_optimizer(args, processes):
+    """(optimizer, reason): forge unless something needs whole gradients; ValueError where it was asked for then."""
+    needs = ""
+    if processes > 1:
+        needs = f"{processes} processes, which sum their gradients: use one"
+    elif args.accum > 1:
+        needs = f"--accum {args.accum}, which sums gradients over micro-batches: drop it, or use a smaller --batch"
+    elif args.clip:
+        needs = f"--clip {args.clip:g}, which needs the norm of all gradients first: drop it"
+    what, _, way_out = needs.partition(": ")
+    if args.optimizer == "forge" and needs:
+        raise ValueError(f"--optimizer forge with {what}: {way_out}, or use --optimizer adamw")
+    if args.states not in (None, "fp32") and (needs or args.optimizer == "adamw"):
+        why = f", not with {what}: {way_out}" if needs else ": drop --optimizer adamw"
+        raise ValueError(f"--states {args.states} goes with --optimizer forge{why}")
+    if args.optimizer:
+        return args.optimizer, "as asked, or in the checkpoint"
+    return ("adamw", what) if needs else ("forge", "one process, no clipping, no accumulation")
 
 
 def choose_dtype(args):
