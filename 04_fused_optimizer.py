@@ -224,15 +224,16 @@ class Plan(NamedTuple):
     bytes: int
 
 
-# Tokens up to which v3 was as fast as v2 or faster, per layout (one H200, --table; see README). Everything else: slabs.
-FUSED_UP_TO = {"fp32": 0, "master": 0, "bf16": 0, "int8": 0}
+# Tokens up to which v3 was faster than v2 for matrices of more than one slab, by layout (one H200; --table).
+FUSED_UP_TO = {"fp32": 512, "master": 256, "bf16": 256, "int8": 0}
 
 
 def plan_update(M, K, N, layout, rung="auto", slab=SLAB, itemsize=4):
     """The Plan for dW (M, K), a sum over N tokens, with elements of `itemsize` bytes in a slab."""
     if rung == "hook":
         return Plan("hook", M, K, LAYOUTS[layout].weight.itemsize * M * K)
-    if rung == "fused" or (rung == "auto" and N <= FUSED_UP_TO[layout]):
+    many = itemsize * M * K > slab
+    if rung == "fused" or (rung == "auto" and itemsize == 4 and many and N <= FUSED_UP_TO[layout]):
         return Plan("fused", 0, 0, 0)
     rows, cols = slab_shape(M, K, slab // itemsize)
     return Plan("slab", rows, cols, itemsize * rows * cols)
@@ -353,7 +354,7 @@ SLOTS = tl.constexpr(32)  # places for by-products, so that thousands of program
 # Elements of a program. It only moves bytes: small tiles, many programs. The interpreter: few programs.
 TILES = {
     "step": dict(BLOCK_M=4, BLOCK_K=256, num_warps=4),
-    "16-bit": dict(BLOCK_N=64, BLOCK_M=128, BLOCK_K=128, PARTS=4, num_warps=8, num_stages=3),
+    "16-bit": dict(BLOCK_N=64, BLOCK_M=64, BLOCK_K=128, PARTS=4, num_warps=4, num_stages=3),
     "32-bit": dict(BLOCK_N=32, BLOCK_M=64, BLOCK_K=128, PARTS=2, num_warps=8, num_stages=2),
 }
 if INTERPRETED:
@@ -1069,7 +1070,8 @@ def take_step(weight, handle, X, dY, lr, step):
         step_in_hook(next(iter(handle.states.values())))
     x = X.clone().requires_grad_()
     handle.arm(lr, step)
-    forged_linear(x, weight, None, next(iter(handle.states.values()))).backward(dY)
+    y = forged_linear(x, weight, None, next(iter(handle.states.values())))
+    (1.0 * y).backward(dY)  # times 1: if cuBLAS comes first in autograd's thread, it warns of a missing context
     return x.grad
 
 
@@ -1215,7 +1217,7 @@ def check_shards(device="cpu", M=96, K=384, N=24):
     cuts = [(0, 0, 40, K), (40, 0, M, 128), (40, 128, M, K)]  # one by rows, two by columns
     for layout in ("bf16", "int8"):
         for rule in (AdamW(), Lion()):
-            want = None
+            want = {}  # compiled kernels divide and take roots faster than PyTorch in these layouts, and less exactly
             for rung, backend in rungs(device)[1:]:
                 if (rung, backend) == ("hook", "triton"):
                     continue
@@ -1227,9 +1229,9 @@ def check_shards(device="cpu", M=96, K=384, N=24):
                     for (part, one), (a, b, c, d) in shards:
                         take_step(part, one, X[:, b:d], dY[:, a:c], 1e-2, t)
                 got = handle["weight"].tensors | {"weight": weight.detach()}
-                want = want or got
+                reference = want.setdefault(backend if torch.device(device).type == "cuda" else "all", got)
                 for name, tensor in got.items():
-                    base.require(torch.equal(tensor, want[name]), f"{layout}, {rung}, {backend}: {name} differs")
+                    base.require(torch.equal(tensor, reference[name]), f"{layout}, {rung}, {backend}: {name} differs")
                     for (part, one), (a, b, c, d) in shards:
                         piece = one["weight"].tensors.get(name, part.detach())
                         span = slice(b // GROUP, d // GROUP) if "scale" in name else slice(b, d)
