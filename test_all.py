@@ -29,11 +29,12 @@ import torch  # noqa: E402
 base = importlib.import_module("01_logits_memory")
 cce = importlib.import_module("02_cce_kernel")
 gfs = importlib.import_module("03_grad_filter_sort")
+forging = importlib.import_module("04_fused_optimizer")
 train = importlib.import_module("train")
 
 ROOT = Path(__file__).resolve().parent
 DEVICE = base.default_device()
-STAGES = {"01_logits_memory": base, "02_cce_kernel": cce, "03_grad_filter_sort": gfs}
+STAGES = {"01_logits_memory": base, "02_cce_kernel": cce, "03_grad_filter_sort": gfs, "04_fused_optimizer": forging}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # NumPy's, where a GPU makes an inf
 needs_gpu = pytest.mark.skipif(not base.HAS_CUDA, reason="needs a GPU")
@@ -424,6 +425,65 @@ def test_spawn_ends_the_others_when_one_fails():
     assert time.monotonic() - start < 100  # rank 0 alone would have slept longer
 
 
+# ==== 04: the step inside backward ====================================================================================
+
+
+@pytest.mark.parametrize("check", [c for c in forging.CHECKS if c is not forging.check_misuse], ids=lambda c: c.__name__)
+def test_forge(check):
+    check(DEVICE)
+
+
+@pytest.mark.filterwarnings("ignore:.*Full backward hook.*")
+def test_misuse_of_forge_raises_and_changes_nothing():
+    forging.check_misuse(DEVICE)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize("M, K, N", [(128, 256, 64), (1, 8, 1), (65, 392, 33), (40, 129, 7)])
+def test_forged_steps_are_the_written_out_ones(M, K, N, dtype):
+    forging.check_exact(DEVICE, M, K, N, seed=M, dtype=dtype)
+
+
+def test_forged_shards_and_slabs_of_more_shapes():
+    forging.check_shards(DEVICE, 50, 300, 9)
+    forging.check_plans()
+
+
+@needs_gpu
+@needs_triton
+def test_forge_in_a_cuda_graph_and_without_new_kernels():
+    forging.check_graph(DEVICE)
+
+
+@needs_gpu
+def test_memory_of_forged_steps():
+    ledger = base.Ledger()
+    forging.measure_gpt(ledger)
+    assert ledger.ok
+
+
+def test_noise_is_the_published_generator():
+    """Philox 4x32 with 7 rounds, as another implementation has it: the Triton library's."""
+    words = forging.philox(0x123456789, *(torch.tensor([c]) for c in (5, 6, 7, 8)))
+    assert all(0 <= int(w) < 2**32 for w in words) and len({int(w) for w in words}) == 4
+    bits = forging.random_bits(1, 2, 3, 0, 0, 512, 512, "cpu")
+    counts = torch.bincount(bits.flatten() >> 8, minlength=256).double()
+    chi2 = ((counts - 1024) ** 2 / 1024).sum().item()  # 255 degrees of freedom: mean 255, deviation 22.6
+    assert 150 < chi2 < 370
+    one_bit = [((bits >> i) & 1).double().mean().item() for i in range(16)]
+    assert all(abs(share - 0.5) < 5 * 0.5 / 512 for share in one_bit)
+
+
+def test_forged_model_keeps_what_is_skipped_frozen_or_no_plain_linear():
+    model = torch.nn.ModuleDict(dict(a=torch.nn.Linear(8, 8), head=torch.nn.Linear(8, 4), frozen=torch.nn.Linear(8, 8),
+                                     attention=torch.nn.MultiheadAttention(8, 2), norm=torch.nn.LayerNorm(8)))
+    model["frozen"].requires_grad_(False)
+    handle = forging.forge(model, forging.AdamW(), skip="head")
+    assert list(handle.states) == ["a.weight"] and type(model["a"]) is forging.ForgeLinear
+    assert {"a.bias", "head.weight", "attention.out_proj.weight", "norm.weight"} <= set(handle.ordinary)
+    assert not any(name.startswith("frozen") for name in handle.ordinary)
+
+
 # ==== train.py ========================================================================================================
 
 TINY = "--layers 1 --dim 32 --heads 2 --seq 32 --batch 8 --steps 6 --lr 3e-3 --sample-tokens 4 --dtype fp32".split()
@@ -448,6 +508,7 @@ def tiny(tmp_path, text):
         rows = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
         return status, rows, weights(tmp_path / out)
 
+    run.folder = tmp_path
     return run
 
 
@@ -496,7 +557,7 @@ def test_cut_and_materialised_losses_train_alike(tiny):
 
 
 def test_accumulation_equals_one_big_batch(tiny):
-    whole, parts = tiny(out="a"), tiny("--accum", 4, out="b")
+    whole, parts = tiny("--optimizer", "adamw", out="a"), tiny("--accum", 4, out="b")
     assert losses(parts[1]) == pytest.approx(losses(whole[1]), rel=1e-5)
     assert norms(parts[1]) == pytest.approx(norms(whole[1]), rel=1e-4)
     for name, w in whole[2].items():
@@ -513,7 +574,7 @@ def test_gradient_size_twin(tiny, monkeypatch):
 
 def test_accumulation_twin(tiny, monkeypatch):
     """Each micro-batch sees the same sequences: the loss must differ."""
-    whole = tiny(out="a")
+    whole = tiny("--optimizer", "adamw", out="a")
     monkeypatch.setattr(train, "share", lambda count, world, accum, micro: range(count // accum))
     parts = tiny("--accum", 4, out="b")
     assert losses(parts[1]) != pytest.approx(losses(whole[1]), rel=1e-5)
@@ -521,7 +582,7 @@ def test_accumulation_twin(tiny, monkeypatch):
 
 def test_two_processes_equal_one(tiny):
     flags = ["--device", "cpu", "--steps", 20]
-    one, two = tiny(*flags, out="a"), tiny(*flags, "--gpus", 2, out="b")
+    one, two = tiny(*flags, "--optimizer", "adamw", out="a"), tiny(*flags, "--gpus", 2, out="b")
     assert one[0] == two[0] == 0 and len(losses(one[1])) == 20
     assert losses(two[1]) == pytest.approx(losses(one[1]), abs=1e-5)
     assert norms(two[1]) == pytest.approx(norms(one[1]), rel=1e-4)
@@ -573,10 +634,11 @@ def long_run(text, tmp_path):
     return [*TINY, "--data", text, "--preset", "cpu", "--out", out, "--steps", 10**5, "--log-every", 1]
 
 
-def test_killed_run_resumes_bitwise(tiny, long_run, tmp_path):
+@pytest.mark.parametrize("optimizer", ["adamw", "forge"])
+def test_killed_run_resumes_bitwise(tiny, long_run, tmp_path, optimizer):
     """SIGKILL at a random step; the resumed run ends with the weights of one that was never touched."""
     exact = ["--deterministic"] if base.HAS_CUDA else []
-    schedule = ["--steps", 40, "--save-every", 3, *exact]
+    schedule = ["--steps", 40, "--save-every", 3, "--optimizer", optimizer, *exact]
     step = random.randrange(4, 38)
     result = python("-c", f"""
 import os, signal, train
@@ -593,7 +655,10 @@ train.main({[str(flag) for flag in (*long_run, *schedule)]})
     assert same(weights(tmp_path / "killed"), whole)
     load = torch.optim.AdamW.load_state_dict
     with pytest.MonkeyPatch.context() as patch:  # the twin: resume forgets the optimizer's moments
-        patch.setattr(torch.optim.AdamW, "load_state_dict", lambda self, state: load(self, state | {"state": {}}))
+        if optimizer == "forge":
+            patch.setattr(forging.Forge, "load_state_dict", lambda self, state: None)
+        else:
+            patch.setattr(torch.optim.AdamW, "load_state_dict", lambda self, state: load(self, state | {"state": {}}))
         assert train.main(["--resume", "--out", str(tmp_path / "twin"), *exact]) == 0
     assert not same(weights(tmp_path / "twin"), whole)
 
@@ -611,6 +676,69 @@ def test_stopped_run_saves_and_says_how_to_go_on(long_run, tmp_path, number, fla
     record, _ = train.find_checkpoint(tmp_path / "killed")
     assert f"stopped after step {record['step']}" in output and "train.py --resume --out" in output
     assert train.main(["--resume", "--out", str(tmp_path / "killed"), "--steps", str(record["step"] + 2)]) == 0
+
+
+@pytest.mark.parametrize("states", forging.LAYOUTS)
+def test_stopped_forge_resumes_bitwise(tiny, states):
+    flags = ["--states", states, *(["--deterministic"] if base.HAS_CUDA else [])]
+    whole = tiny(*flags, "--steps", 8, out="whole")[2]
+    tiny(*flags, "--steps", 8, "--save-every", 3, out="parts")
+    os.remove(train.checkpoint_files(tiny.folder / "parts")[0])  # the last one: go on from step 6
+    status, _, resumed = tiny("--resume", *flags[2:], out="parts")
+    assert status == 0 and same(whole, resumed)
+
+
+def test_forge_trains_like_adamw(tiny):
+    """300 steps from one seed: the same losses. The twin trains without decay and must be told apart."""
+    flags = ["--steps", 300, "--clip", 0]
+    adamw, forge = (tiny(*flags, "--optimizer", name, out=name) for name in ("adamw", "forge"))
+    assert len(losses(forge[1])) == 300 and losses(forge[1]) == pytest.approx(losses(adamw[1]), abs=1e-4)
+    assert norms(forge[1]) == pytest.approx(norms(adamw[1]), rel=1e-2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "RULE", forging.AdamW(train.BETAS, 1e-8, 0.0))
+        twin = tiny(*flags, out="twin")
+    assert losses(twin[1]) != pytest.approx(losses(adamw[1]), abs=1e-4)
+
+
+@pytest.mark.parametrize("states", ["master", "bf16", "int8"])
+def test_narrow_states_train(tiny, states):
+    exact, narrow = (tiny("--states", name, "--steps", 60, out=name)[1] for name in ("fp32", states))
+    assert losses(narrow)[60] == pytest.approx(losses(exact)[60], abs=0.1) and losses(narrow)[60] < losses(narrow)[1] - 1
+
+
+def test_default_optimizer_is_what_the_other_flags_allow(tiny, capsys):
+    for flags, words in (([], "optimizer forge (one process"), (["--clip", 0.5], "optimizer adamw (--clip 0.5"),
+                         (["--accum", 2], "optimizer adamw (--accum 2"),
+                         (["--gpus", 2, "--device", "cpu"], "optimizer adamw (2 processes")):
+        args = train.parse([str(flag) for flag in (*TINY, *flags)])
+        assert f"optimizer {args.optimizer} ({args.why_optimizer}".startswith(words)
+        assert args.clip == {"forge": 0.0, "adamw": 1.0}[args.optimizer] or "--clip" in flags
+
+
+def test_checkpoint_of_another_optimizer_is_refused(tiny, capsys):
+    tiny("--states", "bf16")
+    assert tiny("--resume", "--states", "int8")[0] == 2 and "the checkpoint has bf16" in capsys.readouterr().err
+    assert tiny("--resume", "--optimizer", "adamw")[0] == 2 and "the checkpoint has forge" in capsys.readouterr().err
+    assert tiny("--resume", "--accum", 2)[0] == 2 and "--optimizer forge with --accum 2" in capsys.readouterr().err
+
+
+def test_checkpoint_from_before_there_were_optimizers(tiny, tmp_path):
+    """Such a run was AdamW's; it goes on as that."""
+    whole = tiny("--optimizer", "adamw", "--steps", 6, "--save-every", 3)[2]
+    newest, file = train.checkpoint_files(tmp_path / "out")
+    newest.unlink()
+    tensors = torch.load(file.with_suffix(".pt"), weights_only=True)
+    tensors["optimizer"] = tensors["optimizer"]["ordinary"]
+    torch.save(tensors, file.with_suffix(".pt"))
+    record = json.loads(file.read_text())
+    del record["flags"]["optimizer"], record["flags"]["states"]
+    record["crc32"] = train.checksum(record, file.with_suffix(".pt").read_bytes())
+    file.write_text(json.dumps(record))
+    status, _, resumed = tiny("--resume")
+    if base.HAS_CUDA:  # not --deterministic
+        assert status == 0
+    else:
+        assert status == 0 and same(whole, resumed)
 
 
 def test_damaged_checkpoint_falls_back_to_the_older(tiny, tmp_path, capsys):
@@ -739,6 +867,10 @@ BAD_FLAGS = {
     "--batch 0: must be at least 1": ["--batch", 0],
     "--lr -1.0: must not be negative": ["--lr", -1],
     "no checkpoint to resume from": ["--resume"],
+    "--optimizer forge with --clip 1": ["--optimizer", "forge", "--clip", 1],
+    "--optimizer forge with --accum 2": ["--optimizer", "forge", "--accum", 2],
+    "--optimizer forge with 2 processes": ["--optimizer", "forge", "--gpus", 2, "--device", "cpu"],
+    "--states int8 goes with --optimizer forge": ["--optimizer", "adamw", "--states", "int8"],
 }
 
 
@@ -795,20 +927,23 @@ def test_doubling_the_vocabulary_adds_logits_only_to_the_materialised_loss(monke
 
 
 @needs_gpu
-@pytest.mark.parametrize("loss", train.LOSSES)
-def test_predicted_peak_of_a_training_step(loss):
-    args = train.parse(["--loss", loss, "--batch", "8", "--layers", "4", "--seq", "512"])
+@pytest.mark.parametrize("loss, optimizer, states", [
+    *((loss, "adamw", "fp32") for loss in train.LOSSES), *(("cce-exact", "forge", states) for states in forging.LAYOUTS),
+])
+def test_predicted_peak_of_a_training_step(loss, optimizer, states):
+    args = train.parse(["--loss", loss, "--batch", "8", "--layers", "4", "--seq", "512", "--optimizer", optimizer,
+                        "--states", states])
     config = base.GPTConfig(args.vocab, args.seq, args.layers, args.heads, args.dim)
     x = torch.zeros(8, 512, dtype=torch.int64, device=DEVICE)
 
     def steps():
         with DEVICE:
             model = base.GPT(config)
-        optimizer = train.make_optimizer(model, args)
-        for _ in range(2):
+        optimizer = train.Optimizer(model, args)
+        for step in (1, 2):
+            optimizer.begin(step, 1e-3)
             train.loss_sum(model, x, x, args, gfs.SparseStats()).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            optimizer.finish()
 
     predicted = train.predict_memory(config, 8, 1, args, DEVICE)[1]
     assert base.peak_bytes(steps, DEVICE) == pytest.approx(predicted, rel=0.1)
