@@ -1125,7 +1125,8 @@ def check_exact(device="cpu", M=77, K=300, N=50, seed=0, dtype=torch.float32):
         for t, (X, dY) in enumerate(data, 1):
             dW, lr = dY.T @ X, 1e-3 * t
             scalars = torch.tensor(rule.scalars(lr, t), dtype=torch.float64).float().to(device).unbind()
-            scale = scale.maximum(p.abs()).clamp(min=lr)  # a unit is that of the largest term: weights, rates
+            moved = lr * dW.abs() if isinstance(rule, SGD) else torch.full_like(dW, lr)
+            scale = scale.maximum(p.abs()).maximum(moved)  # a unit is that of the largest term
             p, m, v = rule.update(p, dW, m, v, scalars)
             library.param_groups[0]["lr"], theirs.grad = lr, dW
             library.step()
