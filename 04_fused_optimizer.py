@@ -1266,8 +1266,9 @@ def check_input_gradient(device="cpu"):
     for layout in LAYOUTS:
         for rung, backend in rungs(device):
             weight, handle = forged(W, AdamW(), layout, rung, backend)
-            want = dY @ weight.detach().clone().float()
+            want, version = dY @ weight.detach().clone().float(), weight._version
             got = take_step(weight, handle, X, dY, 0.1, 1)
+            base.require(weight._version > version, f"{layout}, {rung}, {backend}: autograd was not told of the write")
             base.require(torch.equal(got, want), f"{layout}, {rung}, {backend}: dX is not dY W with the old W")
             base.require(not torch.equal(dY @ weight.detach().float(), want), "the step changed nothing")
     checkpoint = torch.utils.checkpoint.checkpoint
@@ -1331,7 +1332,7 @@ def check_rounding(device="cpu", R=64, C=512):
         for other in roundings[1:]:
             part = (exact["W"].contiguous().view(torch.int32) & 0xFFFF).double() / 65536
             share = (roundings[0] != other).double().mean().item() / (2 * part * (1 - part)).mean().item()
-            base.require(0.9 < share < 1.1, f"{backend}: roundings of two keys differ {share:.3f} times as often as due")
+            base.require(0.9 < share < 1.1, f"{backend}: two keys' roundings differ {share:.3f} times as often as due")
         special = torch.tensor([math.nan, math.inf, -math.inf, 0.0, 1e-45, 3e38], device=device).repeat(64, 2)
         special.view(torch.int32)[:, 6] = 0x7FFFFFFF  # a GPU's NaN
         weight, handle = forged(torch.zeros(64, 12, device=device), SGD(), "bf16", "slab", backend)
