@@ -242,7 +242,7 @@ class Plan(NamedTuple):
 
 
 # Tokens up to which v3 was faster than v2 for matrices of more than one slab, by layout (one H200; --table).
-FUSED_UP_TO = {"fp32": 512, "master": 512, "bf16": 512, "int8": 0}
+FUSED_UP_TO = {"fp32": 1024, "master": 512, "bf16": 512, "int8": 0}
 
 
 def plan_update(M, K, N, layout, rung="auto", slab=SLAB, itemsize=4):
