@@ -241,16 +241,17 @@ class Plan(NamedTuple):
     bytes: int
 
 
-# Tokens up to which v3 was faster than v2 for matrices of more than one slab, by layout (one H200; --table).
-FUSED_UP_TO = {"fp32": 1024, "master": 512, "bf16": 512, "int8": 0}
+# Tokens up to which v3 was faster than v2, for matrices of 2 to 16 slabs of fp32, and of more (one H200; --table).
+FUSED_UP_TO = {"fp32": (1024, 1024), "master": (512, 1024), "bf16": (512, 1024), "int8": (0, 0)}
 
 
 def plan_update(M, K, N, layout, rung="auto", slab=SLAB, itemsize=4):
     """The Plan for dW (M, K), a sum over N tokens, with elements of `itemsize` bytes in a slab."""
     if rung == "hook":
         return Plan("hook", M, K, LAYOUTS[layout].weight.itemsize * M * K)
-    many = itemsize * M * K > slab
-    if rung == "fused" or (rung == "auto" and itemsize == 4 and many and 0 < N <= FUSED_UP_TO[layout]):
+    slabs = itemsize * M * K / slab
+    limit = FUSED_UP_TO[layout][slabs > 16] if slabs > 1 and itemsize == 4 else 0
+    if rung == "fused" or (rung == "auto" and 0 < N <= limit):
         return Plan("fused", 0, 0, 0)
     rows, cols = slab_shape(M, K, slab // itemsize)
     return Plan("slab", rows, cols, itemsize * rows * cols)
@@ -785,13 +786,16 @@ def weight_gradient(dY, X, out):
         out.copy_(dY.float().T @ X.float())
 
 
+PIECE = 2**15  # elements at a time: they fit a CPU's cache, and are too few for torch to wake its threads for
+
+
 @torch.no_grad()
 def torch_step(state, gradient, row, col):
-    """State.step in PyTorch, in pieces that fit a CPU's cache. On equal inputs it makes the kernels' bits."""
+    """State.step in PyTorch, piece by piece. On equal inputs it makes the kernels' bits."""
     handle, (R, C) = state.handle, gradient.shape
     scalars, rule, cols = handle.scalars.unbind(), handle.rule, slice(col, col + C)
     groups = slice(col // GROUP, math.ceil((col + C) / GROUP))
-    for start, stop in cce.pieces(R, max(1, cce.CPU_BLOCK // 16 // C)):
+    for start, stop in cce.pieces(R, max(1, PIECE // C)):
         at, scale_at = (slice(row + start, row + stop), cols), (slice(row + start, row + stop), groups)
         f = state.fields
         g = gradient[start:stop].float()
@@ -1344,9 +1348,9 @@ def check_rounding(device="cpu", R=64, C=512):
         base.require(kept.all(), f"{backend}: {special[~kept][:1].tolist()} was rounded to {got[~kept][:1].tolist()}")
 
 
-def check_shards(device="cpu", M=96, K=384, N=24):
+def check_shards(device="cpu", M=56, K=264, N=24):
     """Whatever rung, tile, block or shard an element is in, its new weight and codes are the same, bit for bit."""
-    W, data = whole_numbers(N, M, K, device, steps=3)
+    W, data = whole_numbers(N, M, K, device, steps=2)
     cuts = [(0, 0, 40, K), (40, 0, M, 128), (40, 128, M, K)]  # one by rows, two by columns
     for layout in ("bf16", "int8"):
         for rule in (AdamW(), Lion()):
@@ -1624,7 +1628,7 @@ def peak_of_step(device, optimizer, layout="fp32", rung="auto", **options):
 def check_memory(device="cpu"):
     """The gradients of six equal layers are never alive together: v1 holds one, v2 one slab, v3 none."""
     layer = 4 * 1024**2
-    pieces = 20 * cce.CPU_BLOCK // 4  # temporaries of torch_step, whatever the layer's size
+    pieces = 20 * 4 * PIECE  # temporaries of torch_step, whatever the layer's size
     for rung, backend in rungs(device):
         if backend == "triton" and torch.device(device).type == "cpu":
             continue  # the same buffers, much slower
