@@ -430,13 +430,16 @@ def test_spawn_ends_the_others_when_one_fails():
 # ==== 04: the step inside backward ====================================================================================
 
 
-@pytest.mark.parametrize("check", forging.CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", [  # these two: on more shapes below
+    check for check in forging.CHECKS if check not in (forging.check_exact, forging.check_shards)
+], ids=lambda check: check.__name__)
 def test_forge(check):
     check(DEVICE)
 
 
-@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-@pytest.mark.parametrize("M, K, N", [(128, 256, 64), (1, 8, 1), (65, 392, 33), (40, 129, 7)])
+@pytest.mark.parametrize("M, K, N, dtype", [
+    (128, 256, 64, torch.bfloat16), (1, 8, 1, torch.float32), (65, 392, 33, torch.bfloat16), (40, 129, 7, torch.float32),
+])
 def test_forged_steps_are_the_written_out_ones(M, K, N, dtype):
     forging.check_exact(DEVICE, M, K, N, seed=M, dtype=dtype)
 
