@@ -437,10 +437,11 @@ def test_forge(check):
     check(DEVICE)
 
 
-@pytest.mark.parametrize("M, K, N, dtype", [
-    (128, 256, 64, torch.bfloat16), (1, 8, 1, torch.float32), (65, 392, 33, torch.bfloat16), (40, 129, 7, torch.float32),
+@pytest.mark.parametrize("dtype, M, K, N", [
+    (torch.bfloat16, 128, 256, 64), (torch.float32, 1, 8, 1),
+    (torch.bfloat16, 65, 392, 33), (torch.float32, 40, 129, 7),
 ])
-def test_forged_steps_are_the_written_out_ones(M, K, N, dtype):
+def test_forged_steps_are_the_written_out_ones(dtype, M, K, N):
     forging.check_exact(DEVICE, M, K, N, seed=M, dtype=dtype)
 
 
