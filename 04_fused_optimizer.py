@@ -4,8 +4,8 @@ The problem in one number
     Between the end of backward and the start of the optimizer's step every gradient is alive at once, only to be read
     a single time: for Llama 3 8B that is 15 GiB in bf16, as much as the weights. But AdamW's new value of an element
     needs that element of the gradient and no other. So the step can be taken tile by tile, while a tile of the
-    gradient dW is still in registers (FORGE), or a slab at a time, in one small buffer. This file does both: the same
-    update, bit for bit in fp32, with at most 32 MiB of gradient on a GPU for a model of any size.
+    gradient dW is still in registers (FORGE), or a slab at a time, in one small buffer. This file does both: from the
+    same dW the same update, bit for bit in fp32, with at most 32 MiB of gradient on a GPU for a model of any size.
 
 The maths                                  W (M, K) weight, X (N, K) its inputs, dY (N, M) gradient of its outputs
     dX = dY W           with the OLD weight: it has to be formed before W is touched
@@ -95,11 +95,15 @@ def root(x):
 
 
 def check_hyperparameters(rule, *decays):
+    """ValueError unless decay rates, eps and weight decay lie in their ranges."""
     good = all(0 <= beta < 1 for beta in decays) and rule.weight_decay >= 0 and getattr(rule, "eps", 0) >= 0
     if not good:
         raise ValueError(f"{rule}: betas and momentum lie in 0 ... 1 (not 1), eps and weight_decay are not negative")
 
 
+# A rule has scalars(lr, step), up to seven numbers s, and update(p, g, m, v, s) -> new p, m, v: tensors of one shape in
+# fp32 (or fp64); v is None for rules with one moment.
+#
 # The numbers that change from step to step are computed on the host, in fp64: in fp32, 1 - 0.999^t is off by 1e-5. The
 # device reads them from one small tensor, so that no kernel is compiled anew and a CUDA graph can be replayed.
 
@@ -209,6 +213,9 @@ LAYOUTS = {
     "bf16": Layout(torch.bfloat16, False, (torch.bfloat16, torch.bfloat16)),
     "int8": Layout(torch.bfloat16, False, (torch.int8, torch.uint8)),
 }
+DTYPES = (torch.float32, torch.bfloat16)  # of weights and of products
+# Columns at whose multiples a weight can be cut into blocks and shards: groups of codes, and of random numbers.
+BORDERS = {"fp32": 1, "master": 1, "bf16": 8, "int8": GROUP}
 
 
 def state_bytes(rule, layout):
@@ -324,7 +331,7 @@ def round_to_bf16(x, noise):
 # 8-bit codes in groups of 128 elements of a row, relative to the largest of the group. Uniform codes would waste their
 # range on the few large elements, so both moments are bent first: m by y = 2x / (1 + |x|), which doubles the resolution
 # at 0, v by a square root. A code of 0 for a v > 0 would divide m by almost nothing: the floor is 1. Codes are rounded
-# to nearest: rounded stochastically they were further from AdamW in each step, and no closer after 600.
+# to nearest: rounded stochastically they were further from AdamW in each step (README, "What did not work").
 V_FLOOR = tl.constexpr(1)
 
 
@@ -772,10 +779,6 @@ class State:
             raise ValueError(f"columns {col} to {stop}: {self.handle.layout} can be cut at multiples of {border}")
 
 
-# Columns at whose multiples a weight can be cut into blocks and shards: groups of codes, and of random numbers.
-BORDERS = {"fp32": 1, "master": 1, "bf16": 8, "int8": GROUP}
-
-
 def weight_gradient(dY, X, out):
     """out (R, C) = dY^T X, from dY (N, R) and X (N, C) in fp32 or bf16; the sums are in fp32, rounded as out is."""
     if X.dtype == out.dtype:
@@ -831,9 +834,6 @@ def torch_step(state, gradient, row, col):
 
 
 # ==== 7. The API: a model whose backward is its optimizer =============================================================
-
-
-DTYPES = (torch.float32, torch.bfloat16)
 
 
 class Telemetry(NamedTuple):
@@ -1829,9 +1829,9 @@ def bench_graph(work, runs=5, target=10.0):
     return 1e3 * time / rounds / len(work)
 
 
-def library_ways(dY, X, layout):
-    """Functions that make dW and step with torch alone: dW as autograd would leave it, AdamW(fused=True), and for the
-    master layout the copies between bf16 and fp32. None for 8 bits, which torch lacks."""
+def library_way(dY, X, layout):
+    """A function that makes dW and step with torch alone: dW as autograd would leave it, AdamW(fused=True), and for the
+    master layout the copies between bf16 and fp32. (For 8 bits torch has none.)"""
     M, K = dY.shape[1], X.shape[1]
     dtype = torch.bfloat16 if layout == "bf16" else torch.float32
     p = nn.Parameter(0.02 * torch.randn(M, K, device="cuda").to(dtype))
@@ -1857,7 +1857,7 @@ def measure_speed(M, K, N, layout, fused=True):
     copies = max(1, min(12, 1 + int(160e6 / (M * K * traffic_bytes(AdamW(), layout, True)))))  # more than L2 holds
     ways = {}
     if layout != "int8":
-        peers = [library_ways(dY, X, layout) for _ in range(copies)]
+        peers = [library_way(dY, X, layout) for _ in range(copies)]
         ways["torch"] = bench_graph(peers)
         del peers
     states = []
@@ -1877,16 +1877,20 @@ def measure_speed(M, K, N, layout, fused=True):
         ways[f"dW{name} + step"] = bench_graph([functools.partial(whole, state) for state in states])
         del dW, whole
         rows, cols = slab_shape(M, K, SLAB // dtype.itemsize)
+        slab = torch.empty(rows * cols, dtype=dtype, device="cuda")
         for state in states:
-            state.handle.slab = states[0].handle.slab if state is not states[0] else torch.empty(
-                rows * cols, dtype=dtype, device="cuda")
+            state.handle.slab = slab
         ways[f"slabs {name}"] = bench_graph([functools.partial(s.step_in_slabs, dY, X, rows, cols) for s in states])
     if fused:
         ways["fused"] = bench_graph([functools.partial(s.step_fused, dY, X) for s in states])
     return ways
 
 
-def speed_table(ledger, shapes, tokens):
+TABLE_SHAPES = [(4096, 4096), (4096, 14336), (768, 3072), (2304, 256000)]
+TABLE_TOKENS = [128, 512, 1024, 2048, 4096, 16384]
+
+
+def speed_table(shapes, tokens):
     """dW and step side by side, and how far the rung that plan_update chooses is from the others."""
     ways = ("torch", "dWb16 + step", "dW32 + step", "slabs b16", "slabs 32", "fused")
     print(f"\ndW and step, microseconds (CUDA graphs; X, dY in bf16; 32, b16: dtype of dW)\n{'M x K':>14} {'N':>6} "
@@ -1948,13 +1952,9 @@ def body(device, ledger, args):
         measure_gpt(ledger)
         measure_traffic(device, ledger)
         if args.table:
-            speed_table(ledger, TABLE_SHAPES, TABLE_TOKENS)
+            speed_table(TABLE_SHAPES, TABLE_TOKENS)
         else:
-            speed_table(ledger, [(4096, 4096), (768, 3072)], [1024])
-
-
-TABLE_SHAPES = [(4096, 4096), (4096, 14336), (768, 3072), (2304, 256000)]
-TABLE_TOKENS = [128, 512, 1024, 2048, 4096, 16384]
+            speed_table([(4096, 4096), (768, 3072)], [1024])
 
 
 def add_arguments(parser):

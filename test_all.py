@@ -464,9 +464,9 @@ def test_memory_of_forged_steps():
 
 
 def test_noise_is_the_published_generator():
-    """Philox 4x32 with 7 rounds, as another implementation has it: the Triton library's."""
-    words = forging.philox(0x123456789, *(torch.tensor([c]) for c in (5, 6, 7, 8)))
-    assert all(0 <= int(w) < 2**32 for w in words) and len({int(w) for w in words}) == 4
+    """Philox 4x32 of 7 rounds: its authors' known answer for key and counter 0. And its 16-bit halves are even."""
+    words = forging.philox(0, *[torch.tensor([0])] * 4)
+    assert [int(word) for word in words] == [0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48]
     bits = forging.random_bits(1, 2, 3, 0, 0, 512, 512, "cpu")
     counts = torch.bincount(bits.flatten() >> 8, minlength=256).double()
     chi2 = ((counts - 1024) ** 2 / 1024).sum().item()  # 255 degrees of freedom: mean 255, deviation 22.6
@@ -972,6 +972,8 @@ def test_predicted_peak_of_a_training_step(loss, optimizer, states):
             optimizer.finish()
 
     predicted = train.predict_memory(config, 8, 1, args, DEVICE)[1]
-    peak = base.peak_bytes(steps, DEVICE)
-    # cce-sparse is predicted with room for an exact step; only the first was one, and had no moments beside it yet.
-    assert peak == pytest.approx(predicted, rel=0.1) or loss == "cce-sparse" and 0.7 * predicted < peak < predicted
+    if loss == "cce-sparse":  # predicted with room for an exact step, which tokens that are all the same never need
+        shape = 8 * args.seq, args.vocab, args.dim
+        sparse = gfs.sparse_bytes(*shape, torch.bfloat16, gfs.places(shape[0], train.CANDIDATES))
+        predicted -= train.loss_plan(*shape, args, DEVICE).beyond - sparse
+    assert base.peak_bytes(steps, DEVICE) == pytest.approx(predicted, rel=0.1)
