@@ -768,15 +768,24 @@ def row_gradients(grad_loss, grad_lse, dtype):
 
 def fill_gradients(dE, dC, db, E, C, targets, lse, g_softmax, g_target, unit, bias, softcap, backend):
     """One slice C (W, D) of backward, of those results that are wanted (not None): dE (N, D) is added to, in units;
-    dC (W, D) and db (W,) are written. G (N, W) is the only large buffer, gone on return."""
-    run = slice_gradient if choose_backend(backend, E, C) == "triton" else blocked_gradient
-    G = run(E, C, targets, lse, g_softmax, g_target, bias, softcap)
+    dC (W, D) and db (W,) are written. dC may be a function instead: it gets G and E, whose product G^T E would be dC,
+    once C has been read for the last time. G (N, W) is the only large buffer, gone on return."""
+    G = gradient_slice(E, C, targets, lse, g_softmax, g_target, bias, softcap, backend)
     if dE is not None:
         add_to(dE, G, C)
-    if dC is not None:
+    if callable(dC):
+        dC(G, E)
+    elif dC is not None:
         set_to(dC, G.T, E, unit)  # written once, no accumulator
     if db is not None:
         db.copy_(G.sum(0, dtype=lse.dtype).mul_(unit))
+
+
+@without_autocast
+def gradient_slice(E, C, targets, lse, g_softmax, g_target, bias, softcap, backend):
+    """G (N, W) = g_softmax * softmax - g_target * onehot for a slice C (W, D), targets (N,) counted from its start."""
+    run = slice_gradient if choose_backend(backend, E, C) == "triton" else blocked_gradient
+    return run(E, C, targets, lse, g_softmax, g_target, bias, softcap)
 
 
 def add_to(total, A, B):
@@ -787,10 +796,12 @@ def add_to(total, A, B):
 
 
 def set_to(out, A, B, unit):
-    """out = unit * A @ B, rounded once. An fp16 product in units may need more range than fp16 has."""
+    """out = unit * A @ B, rounded at most once. An fp16 product in units may need more range than fp16 has."""
     if A.dtype == B.dtype == out.dtype != torch.float16:
         return torch.mm(A, B, out=out)  # their unit is 1
     wide = torch.promote_types(A.dtype, torch.float32)
+    if out.dtype == wide:
+        return add_to(out.zero_(), A, B).mul_(unit)
     return out.copy_(add_to(torch.zeros(out.shape, dtype=wide, device=out.device), A, B).mul_(unit))
 
 
@@ -800,19 +811,26 @@ def token_losses(lse, target_logit, targets, V, ignore_index):
     return loss.where(targets != ignore_index, 0.0)
 
 
-def sliced_gradients(wanted, E, C, bias, targets, lse, grad_lse, grad_target, softcap, backend, block):
-    """dE (N, D), dC (V, D), dbias (V,), or None where not wanted, from the gradients (N,) of lse and target logit."""
+def sliced_gradients(wanted, E, C, bias, targets, lse, grad_lse, grad_target, softcap, backend, block, sink=None):
+    """dE (N, D), dC (V, D), dbias (V,), or None where not wanted, from the gradients (N,) of lse and target logit.
+    With a sink, see linear_cross_entropy, the slices of dC are its own affair, and dC is None."""
     g_softmax, g_target, unit = row_gradients(-grad_target, grad_lse + grad_target, E.dtype)
     dE = torch.zeros(E.shape, dtype=lse.dtype, device=E.device) if wanted[0] else None
-    dC = torch.empty_like(C) if wanted[1] else None
+    dC = torch.empty_like(C) if wanted[1] and sink is None else None
     db = torch.empty_like(bias) if wanted[2] else None
     part_of = lambda tensor, part: None if tensor is None else tensor[part]  # noqa: E731
+    to_sink = wanted[1] and sink is not None
+    if to_sink:
+        sink.begin()
     for start, stop in pieces(C.shape[0], block):
         part = slice(start, stop)
+        part_C = functools.partial(sink.rows, start) if to_sink else part_of(dC, part)
         fill_gradients(
-            dE, part_of(dC, part), part_of(db, part), E, C[part], targets - start, lse, g_softmax, g_target, unit,
+            dE, part_C, part_of(db, part), E, C[part], targets - start, lse, g_softmax, g_target, unit,
             part_of(bias, part), softcap, backend,
         )
+    if to_sink:
+        sink.end(E, targets, lse, g_softmax, g_target, softcap, backend)
     return None if dE is None else dE.mul_(unit).to(E.dtype), dC, db
 
 
@@ -820,10 +838,10 @@ class _VocabularyOrder(torch.autograd.Function):
     """(E, C, bias) -> lse (N,) and the target's logit (N,). Keeps lse alone: O(N) from forward to backward."""
 
     @staticmethod
-    def forward(ctx, E, C, bias, targets, softcap, backend, block):
+    def forward(ctx, E, C, bias, targets, softcap, backend, block, sink):
         lse, target_logit = lse_and_target(E, C, targets, bias=bias, softcap=softcap, backend=backend)
         ctx.save_for_backward(E, C, bias, targets, lse)
-        ctx.options = softcap, backend, block
+        ctx.options = softcap, backend, block, sink
         return lse, target_logit
 
     @staticmethod
@@ -831,8 +849,18 @@ class _VocabularyOrder(torch.autograd.Function):
     @without_autocast
     def backward(ctx, grad_lse, grad_target):
         E, C, bias, targets, lse = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[:3]
-        return *sliced_gradients(wanted, E, C, bias, targets, lse, grad_lse, grad_target, *ctx.options), *[None] * 4
+        need = [wanted(ctx, i) for i in range(3)]
+        return *sliced_gradients(need, E, C, bias, targets, lse, grad_lse, grad_target, *ctx.options), *[None] * 5
+
+
+def wanted(ctx, i):
+    """Whether a backward pass is after the gradient of input i: torch.autograd.grad(loss, E) has no use for C's."""
+    if not ctx.needs_input_grad[i]:
+        return False
+    try:
+        return torch._C._will_engine_execute_node(ctx.next_functions[i][0])
+    except RuntimeError:  # torch.autograd.grad(loss, C) itself, of a leaf C: not supported, it says
+        return True
 
 
 class _TokenOrder(torch.autograd.Function):
@@ -880,7 +908,7 @@ class _TokenOrder(torch.autograd.Function):
 
 def linear_cross_entropy(
     E, C, targets, bias=None, *, ignore_index=-100, softcap=None, reduction="mean", shift=0, return_lse=False,
-    backend="auto", workspace=None, check_targets=False,
+    backend="auto", workspace=None, check_targets=False, sink=None,
 ):
     """Cross-entropy of E C^T against targets without the (N, V) logits. Meaning as in 01's reference.
 
@@ -895,6 +923,11 @@ def linear_cross_entropy(
     All tokens ignored: loss 0, zero gradients. A target that is neither a class nor ignore_index is never read outside
     C: on the CPU ValueError; on CUDA, where looking would stall every step, its loss is NaN unless check_targets=True
     asks for the ValueError. Ignored tokens cost as much as others: drop them before if they are many (01, rung 1).
+
+    sink: takes dC instead of autograd, a slice at a time (04's optimizer step). In backward it is called as begin(),
+    rows(start, G, E) for each slice G (N, W) from class `start` on, whose rows of C were read for the last time, and
+    end(E, targets, lse, g_softmax, g_target, softcap, backend), of which gradient_slice makes G again; beforehand
+    align(block) -> columns of a slice. With a sink the gradient goes over the vocabulary.
     ValueError on arguments that do not fit. arXiv 2411.09009 and 2511.17599.
     """
     E, C, targets, backend = checked_inputs(
@@ -902,11 +935,12 @@ def linear_cross_entropy(
     )
     shape, targets, E = targets.shape, targets.reshape(-1), E.reshape(-1, C.shape[1])
     E, C = kernel_inputs(E, C) if backend == "triton" else (E, C)
-    plan = plan_for(E, C, softcap, reduction, return_lse, backend, workspace)
+    plan = plan_for(E, C, softcap, "none" if sink else reduction, return_lse, backend, workspace)
     wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (E, C, bias))
     if plan.order == "tokens" and wanted:
         return _TokenOrder.apply(E, C, bias, targets, ignore_index, reduction, backend, plan.block)
-    lse, target_logit = _VocabularyOrder.apply(E, C, bias, targets, softcap, backend, plan.block)
+    block = sink.align(plan.block) if sink else plan.block
+    lse, target_logit = _VocabularyOrder.apply(E, C, bias, targets, softcap, backend, block, sink)
     loss = loss_from(lse, target_logit, targets, C.shape[0], ignore_index, reduction, shape)
     return (loss, lse.view(shape)) if return_lse else loss
 

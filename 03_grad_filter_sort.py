@@ -602,6 +602,52 @@ class Entries(NamedTuple):
     logits: torch.Tensor | None = None
 
 
+class Columns(NamedTuple):
+    """A gradient of C as lists: of its row v, sum of values[i] * E[rows[i]] over i in begin[v] ... begin[v + 1], plus
+    prior[v] * lost_E, plus head[place[v]] where place[v] >= 0. None: no such terms; values None: all are 1.
+
+    E (N, D), its stride; rows (entries,) int32, values (entries,), begin (V + 1,); prior (V,), lost_E (D,); head (H, D)
+    and place (V,)."""
+
+    E: torch.Tensor
+    stride: int
+    rows: torch.Tensor
+    values: torch.Tensor | None
+    begin: torch.Tensor
+    prior: torch.Tensor | None = None
+    lost_E: torch.Tensor | None = None
+    head: torch.Tensor | None = None
+    place: torch.Tensor | None = None
+
+
+def columns_of(E, rows, classes, values, V, **others):
+    """Columns of entries (entries,); those of class V are ignored. The sort is stable: a class lists its rows in the
+    order in which they came."""
+    classes, order = torch.sort(classes, stable=True)
+    begin = torch.searchsorted(classes, torch.arange(V + 1, dtype=classes.dtype, device=E.device))
+    values = None if values is None else values[order]
+    return Columns(E, E.stride(0), rows[order].int(), values, begin, **others)
+
+
+@cce.without_autocast
+def write_columns(out, columns, top=0, unit=None, add=False, backend="torch"):
+    """out (R, D) = or += unit * rows top ... top + R of what Columns stand for; sums are in fp32 (fp64), in a fixed order."""
+    unit = torch.ones((), device=out.device) if unit is None else unit
+    if backend == "triton":
+        options = column_options(out.shape[1])
+        programs = triton.cdiv(len(out), options["ROWS"]) * triton.cdiv(out.shape[1], options["COLS"])
+        columns_kernel[(programs,)](
+            out, columns, top, top + len(out), out.shape[1], out.stride(0), unit, ADD=add, **options
+        )
+        return
+    for start, stop in cce.pieces(len(out), max(1, cce.CPU_BLOCK // out.shape[1])):
+        part = blocked_columns(columns, top + start, top + stop).mul_(unit)  # (W, D)
+        if add:
+            out[start:stop] += part
+        else:
+            out[start:stop] = part
+
+
 # The twin in blocked PyTorch: what the kernels below do, with sparse matrices.
 
 
@@ -641,10 +687,22 @@ def blocked_row_pass(dE, E, C, x, lse, lse_head, g_softmax, g_target, mean_tail,
     return values, m
 
 
-def blocked_column_pass(dC, E, entries, values, prior, lost_E, unit):
-    """dC (V, D) = unit * (entries' part + prior (V,) x lost_E (D,)), but for the head's rows."""
-    G = entry_matrix(entries, values, len(E), len(dC))
-    dC.copy_(torch.sparse.mm(G.t(), E.to(lost_E.dtype)).addr_(prior, lost_E).mul_(unit))
+def blocked_columns(c, top, bottom):
+    """Rows top ... bottom of what Columns c stand for, in fp32 (fp64)."""
+    begin, sums = c.begin[top : bottom + 1], product_dtypes(c.E)[0]
+    rows = c.rows[begin[0] : begin[-1]].long()
+    values = torch.ones_like(rows, dtype=sums) if c.values is None else c.values[begin[0] : begin[-1]].to(sums)
+    classes = torch.repeat_interleave(begin.diff())  # 0 as often as the first class lists a row, ...
+    with torch.sparse.check_sparse_tensor_invariants(enable=False):  # said explicitly, or torch 2.11 warns
+        at = torch.stack((classes, rows))
+        G = torch.sparse_coo_tensor(at, values, (bottom - top, len(c.E)), is_coalesced=True)
+    out = torch.sparse.mm(G, c.E.to(sums))
+    if c.prior is not None:
+        out.addr_(c.prior[top:bottom], c.lost_E)
+    if c.head is not None:
+        inside = (c.place[top:bottom] >= 0).nonzero().squeeze(1)
+        out[inside] += c.head[c.place[top:bottom][inside]]
+    return out
 
 
 # The kernels.
@@ -746,25 +804,50 @@ def row_pass_kernel(
 
 
 @triton.jit
-def column_pass_kernel(
-    dC, E, order, rows, values, begin, prior, lost_E, unit, D, stride_e,
-    BLOCK_D: tl.constexpr, ENTRIES: tl.constexpr, STAGES: tl.constexpr,
+def column_tile(c, row, col, V, D, ROWS: tl.constexpr, COLS: tl.constexpr, ENTRIES: tl.constexpr, STAGES: tl.constexpr):
+    """The tile (ROWS, COLS) at (row, col) of what Columns c stand for, (V, D), in fp32."""
+    rows, cols = row + tl.arange(0, ROWS), col + tl.arange(0, COLS)
+    valid, inside = rows < V, cols < D
+    acc = tl.zeros((ROWS, COLS), tl.float32)
+    if c.prior is not None:
+        prior = tl.load(c.prior + rows, mask=valid, other=0.0)
+        acc += prior[:, None] * tl.load(c.lost_E + cols, mask=inside, other=0.0)[None, :]
+    if c.head is not None:  # 0 in the lists' classes
+        place = tl.load(c.place + rows, mask=valid, other=-1).to(tl.int64)
+        at = c.head + place[:, None] * D + cols[None, :]
+        acc += tl.load(at, mask=(place >= 0)[:, None] & inside[None, :], other=0.0).to(tl.float32)
+    begin = tl.load(c.begin + rows, mask=valid, other=0)
+    count = tl.load(c.begin + rows + 1, mask=valid, other=0) - begin
+    for i in tl.range(0, tl.max(count, 0), ENTRIES, num_stages=STAGES):
+        entry = i + tl.arange(0, ENTRIES)
+        listed = entry[None, :] < count[:, None]  # (ROWS, ENTRIES)
+        place = begin[:, None] + entry[None, :]
+        n = tl.load(c.rows + place, mask=listed, other=0).to(tl.int64)
+        at = c.E + n[:, :, None] * c.stride + cols[None, None, :]
+        if c.values is not None:
+            g = tl.load(c.values + place, mask=listed, other=0.0)
+            e = tl.load(at, mask=(g != 0.0)[:, :, None] & inside[None, None, :], other=0.0).to(tl.float32)
+            acc += tl.sum(e * g[:, :, None], 1)
+        else:
+            acc += tl.sum(tl.load(at, mask=listed[:, :, None] & inside[None, None, :], other=0.0).to(tl.float32), 1)
+    return acc
+
+
+@triton.jit
+def columns_kernel(
+    out, c, top, bottom, D, stride, unit, ADD: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    ENTRIES: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """Row v = program_id(0) of dC (V, D): its entries, order[begin[v]:begin[v + 1]], and prior[v] * lost_E."""
-    v = tl.program_id(0).to(tl.int64)
-    depth = tl.arange(0, BLOCK_D)
-    inside = depth < D
-    acc = tl.load(lost_E + depth, mask=inside, other=0.0) * tl.load(prior + v)
-    stop = tl.load(begin + v + 1)
-    for i in tl.range(tl.load(begin + v), stop, ENTRIES, num_stages=STAGES):
-        place = i + tl.arange(0, ENTRIES)
-        entry = tl.load(order + place, mask=place < stop, other=0)
-        g = tl.load(values + entry, mask=place < stop, other=0.0)
-        row = tl.load(rows + entry, mask=place < stop, other=0).to(tl.int64)
-        at = E + row[:, None] * stride_e + depth[None, :]
-        e = tl.load(at, mask=(g != 0.0)[:, None] & inside[None, :], other=0.0).to(tl.float32)
-        acc += tl.sum(e * g[:, None], 0)
-    tl.store(dC + v * D + depth, (acc * tl.load(unit)).to(dC.dtype.element_ty), mask=inside)
+    """Rows top ... bottom of what Columns c stand for, times unit, written or added to out (bottom - top, D)."""
+    across = tl.cdiv(D, COLS)
+    row, col = tl.program_id(0) // across * ROWS, tl.program_id(0) % across * COLS
+    acc = column_tile(c, top + row, col, bottom, D, ROWS, COLS, ENTRIES, STAGES) * tl.load(unit)
+    rows, cols = row + tl.arange(0, ROWS), col + tl.arange(0, COLS)
+    at = out + rows.to(tl.int64)[:, None] * stride + cols[None, :]
+    inside = (top + rows < bottom)[:, None] & (cols < D)[None, :]
+    if ADD:
+        acc += tl.load(at, mask=inside, other=0.0)
+    tl.store(at, acc.to(out.dtype.element_ty), mask=inside)
 
 
 def listed_entries(E, C, x, threshold, head, capacity):
@@ -814,15 +897,11 @@ def listed_row_pass(dE, E, C, x, lse, lse_head, g_softmax, g_target, mean_tail, 
     return values, m
 
 
-def listed_column_pass(dC, E, entries, values, prior, lost_E, unit):
-    """blocked_column_pass, of kernels. The sort is stable: a class lists its rows in order."""
-    V, D = dC.shape
-    classes, order = torch.sort(entries.classes, stable=True)
-    begin = torch.searchsorted(classes, torch.arange(V + 1, dtype=torch.int32, device=E.device))
-    del classes
-    column_pass_kernel[(V,)](
-        dC, E, order, entries.rows, values, begin, prior, lost_E, unit, D, E.stride(0), **pass_options(D)
-    )
+def column_options(D):
+    """Tiles of the column pass. Most classes list an entry or two: small tiles hide what a row waits for."""
+    if INTERPRETED:
+        return dict(ROWS=16, COLS=triton.next_power_of_2(D), ENTRIES=4, STAGES=1)
+    return dict(ROWS=4, COLS=256, ENTRIES=2, STAGES=3, num_warps=4)
 
 
 # When to use it, and the gradient itself.
@@ -830,7 +909,8 @@ def listed_column_pass(dC, E, entries, values, prior, lost_E, unit):
 
 class Sparse(NamedTuple):
     """gradient "sparse" or "auto"; threshold of an entry; what auto allows dE to be off by; matrix passes of the exact
-    gradient, and columns in its blocks; places for entries; kernels or blocked PyTorch; where the statistics go."""
+    gradient, and columns in its blocks; places for entries; kernels or blocked PyTorch; where the statistics go, and
+    dC, if not to autograd."""
 
     gradient: str
     eps: float
@@ -840,6 +920,7 @@ class Sparse(NamedTuple):
     capacity: int
     backend: str
     stats: "SparseStats"
+    sink: object = None
 
 
 class SparseStats:
@@ -917,44 +998,53 @@ class _SparseCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad_lse, grad_target):
         E, C, x, counted, lse, lse_head, *others = ctx.saved_tensors
         found, entries, how = Survey(*others[: len(Survey._fields)]), Entries(*others[len(Survey._fields) :]), ctx.how
-        kernels, (N, V), stats = how.backend == "triton", (len(E), len(C)), how.stats
+        kernels, (N, V), stats, sink = how.backend == "triton", (len(E), len(C)), how.stats, how.sink
+        wanted = [cce.wanted(ctx, 0), cce.wanted(ctx, 1), False]
         g_softmax, g_target, unit = cce.row_gradients(-grad_target, grad_lse + grad_target, E.dtype)
-        dE, dC, head = torch.zeros(E.shape, dtype=lse.dtype, device=E.device), None, found.head
+        dE, head = torch.zeros(E.shape, dtype=lse.dtype, device=E.device), found.head
         place = torch.full((V,), -1, device=E.device).index_copy_(0, head, torch.arange(len(head), device=E.device))
         C_head, x_head = C[head], place[x.clamp(min=0)].where(x >= 0, -1)  # (H, D); (N,) targets as places in the head
-        dC_head = torch.empty_like(C_head)
+        # In units; rounded where autograd will do that anyway, and the units are 1.
+        dC_head = torch.empty_like(C_head, dtype=lse.dtype if sink or C.dtype == torch.float16 else None)
         cce.fill_gradients(
-            dE, dC_head, None, E, C_head, x_head, lse, g_softmax, g_target, unit, None, None, how.backend
+            dE, dC_head, None, E, C_head, x_head, lse, g_softmax, g_target, torch.ones_like(unit), None, None,
+            how.backend,
         )
         del C_head
         values, m = (listed_row_pass if kernels else blocked_row_pass)(
             dE, E, C, x, lse, lse_head, g_softmax, g_target, found.mean_tail, entries, how.eps
         )
         m, weight = m.where(counted, 0.0), g_softmax * m  # (N,), (N,)
-        norm_C = dC_head.to(lse.dtype).norm() / unit
+        norm_C = dC_head.to(lse.dtype).norm()
         errors = errors_left(E, C, x, counted, g_softmax, weight, found, how.eps, dE, norm_C)
         measured = torch.stack((entries.count / N, m.sum() / counted.sum().clamp(min=1), *errors))
-        answer = Readback(measured)  # travels while the column pass runs
+        answer = Readback(measured)  # travels while the work below goes on
         dE = dE.mul_(unit).to(E.dtype)
-        if ctx.needs_input_grad[1]:
+        columns = dC = None
+        if wanted[1]:
+            tail = dict(prior=found.prior, lost_E=weighted_rows(weight, E), head=dC_head, place=place)
+            columns = columns_of(E, entries.rows, entries.classes, values, V, **tail)
+            del entries, values, others
+        if wanted[1] and not sink:  # a sink's is not undone, so it waits for the verdict
             dC = torch.empty(C.shape, dtype=lse.dtype if INTERPRETED and kernels else C.dtype, device=C.device)
-            lost_E = weighted_rows(weight, E)  # (D,)
-            column_pass = listed_column_pass if kernels else blocked_column_pass
-            column_pass(dC, E, entries, values, found.prior, lost_E, unit)
-            dC = dC.to(C.dtype).index_copy_(0, head, dC_head)
+            write_columns(dC, columns, 0, unit, backend=how.backend)
+            dC = dC.to(C.dtype)
         last = stats.serial == ctx.call  # else the statistics speak of a later call
         refused = refusal(*answer.read(), E, V, how._replace(passes=math.inf))  # what it would cost, it has cost
         if refused is None:
             if last:
                 stats.measured, stats.dropped = measured, m
+            if columns is not None and sink:
+                sink.begin()
+                sink.columns(columns)
             return dE, dC, *[None] * 7
         if not ctx.revoked:  # by an earlier backward through this call
             ctx.revoked, stats.sparse = True, stats.sparse - 1
         if last:
             stats.reset("exact", refused)
-        del dE, dC, dC_head, entries, values, others
+        del dE, dC, dC_head, columns
         return *cce.sliced_gradients(
-            ctx.needs_input_grad[:3], E, C, None, x, lse, grad_lse, grad_target, None, how.backend, how.block
+            wanted, E, C, None, x, lse, grad_lse, grad_target, None, how.backend, how.block, sink
         )[:2], *[None] * 7
 
 
@@ -1108,7 +1198,7 @@ def zero_dropped(G, keep):
 def linear_cross_entropy(
     E, C, targets, bias=None, *, gradient="exact", filter="both", rule="mass", filter_eps="auto", sort=True,
     max_error=MAX_ERROR, return_stats=False, ignore_index=-100, softcap=None, reduction="mean", shift=0,
-    return_lse=False, backend="auto", workspace=None, check_targets=False,
+    return_lse=False, backend="auto", workspace=None, check_targets=False, sink=None,
 ):
     """02's linear_cross_entropy, whose arguments mean the same, with a choice of gradient. The loss is always exact.
 
@@ -1127,6 +1217,7 @@ def linear_cross_entropy(
     look at the rows that dropped most, and remakes the gradient exactly if one is above max_error: estimates, no proof.
     Both read numbers back, with work queued behind them so that the device does not wait; a CUDA graph cannot capture
     them. In forward, where dC is not there yet, the survey takes 8 bytes (fp32: 16) x 128 x V beyond `workspace`.
+    sink: as in 02; a sparse gradient calls begin() and columns(Columns), all of dC at once.
     return_stats adds a FilterStats, or for "sparse" and "auto" a SparseStats; pass one in its place to go on counting.
     Returns loss[, lse][, stats].
 
@@ -1152,6 +1243,8 @@ def linear_cross_entropy(
     reused = isinstance(return_stats, SparseStats) and gradient in ("sparse", "auto")
     if not (isinstance(return_stats, bool) or reused):
         raise ValueError(f"return_stats is {return_stats!r}: use True, False, or a SparseStats for 'sparse' and 'auto'")
+    if gradient == "filter" and sink:
+        raise ValueError("gradient is 'filter', which leaves no slice of dC whole: a sink takes the others")
     if gradient == "sparse" and not bias is softcap is None:
         raise ValueError("gradient is 'sparse', which takes no bias and no softcap: use 'exact' or 'filter'")
     wish = backend
@@ -1160,7 +1253,7 @@ def linear_cross_entropy(
     )  # shifted, and cast under autocast
     exact = functools.partial(
         cce.linear_cross_entropy, E, C, targets, bias, ignore_index=ignore_index, softcap=softcap, reduction=reduction,
-        return_lse=return_lse, backend=wish, workspace=workspace,
+        return_lse=return_lse, backend=wish, workspace=workspace, sink=sink,
     )
     if gradient == "exact":
         return exact()
@@ -1179,12 +1272,13 @@ def linear_cross_entropy(
         how = Filter(rule, eps, filter, sort, fetched, width, stats)
         pair = _FilteredCrossEntropy.apply(E, C, bias, x, counted, softcap, how)
     else:
-        plan = cce.plan_for(E, C, softcap, reduction, return_lse, backend, workspace)
+        plan = cce.plan_for(E, C, softcap, "none" if sink else reduction, return_lse, backend, workspace)
         backend = "triton" if fetched else "torch"
         block = cce.plan_for(E, C, softcap, "none", return_lse, backend, workspace).block
+        block = sink.align(block) if sink else block
         stats = return_stats if reused else SparseStats()
         how = Sparse(gradient, SPARSE_EPS if filter_eps == "auto" else filter_eps, max_error, plan.passes, block,
-                     sparse_room(*C.shape, E.dtype, workspace), backend, stats)
+                     sparse_room(*C.shape, E.dtype, workspace), backend, stats, sink)
         pair = sparse_lse(E, C, bias, x, counted, softcap, how)
     if pair is None:
         results = exact()

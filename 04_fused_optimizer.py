@@ -68,8 +68,10 @@ from torch.autograd.graph import increment_version
 
 base = importlib.import_module("01_logits_memory")
 cce = importlib.import_module("02_cce_kernel")
+filtering = importlib.import_module("03_grad_filter_sort")
 HAS_TRITON, INTERPRETED, MIB = base.HAS_TRITON, base.INTERPRETED, base.MIB
 load_tile, dot, tile_at, UPCAST = cce.load_tile, cce.dot, cce.tile_at, cce.UPCAST
+column_tile = filtering.column_tile
 
 if HAS_TRITON:
     import triton
@@ -264,6 +266,15 @@ def plan_update(M, K, N, layout, rung="auto", slab=SLAB, itemsize=4):
     return Plan("slab", rows, cols, itemsize * rows * cols)
 
 
+def plan_rows(M, K, N, layout, rung="auto", slab=SLAB, itemsize=4):
+    """plan_update for a weight whose gradient comes row by row, that of an embedding or a classifier: slabs of whole
+    rows, also where no kernels run."""
+    if plan_update(M, K, N, layout, rung, slab, itemsize).rung == "fused":
+        return Plan("fused", 0, 0, 0)
+    rows = min(M, max(128, slab // itemsize // K // 128 * 128))
+    return Plan("slab", rows, K, itemsize * rows * K)
+
+
 @functools.cache
 def slab_shape(M, K, elements, multiprocessors=132):
     """Rows and columns of the slabs of at most `elements` that cover (M, K) with the fewest waves of 128 x 256 tiles,
@@ -397,7 +408,7 @@ class Fields(NamedTuple):
     v: torch.Tensor | None  # (M, K)
     m_scale: torch.Tensor | None  # (M, groups)
     v_scale: torch.Tensor | None  # (M, groups)
-    scalars: torch.Tensor  # of this step
+    scalars: torch.Tensor  # of this step: up to seven of the rule, and a factor for the gradient
     key: torch.Tensor  # seed, step
     place: torch.Tensor  # the weight's number; row and column of its first element, if it is a shard of a larger one
     telemetry: torch.Tensor  # (2, SLOTS)
@@ -431,7 +442,7 @@ def constants(s):
     """What all tiles of a step share: the rule's scalars, and what the random bits are keyed by."""
     scalars = (
         tl.load(s.scalars), tl.load(s.scalars + 1), tl.load(s.scalars + 2), tl.load(s.scalars + 3),
-        tl.load(s.scalars + 4), tl.load(s.scalars + 5), tl.load(s.scalars + 6),
+        tl.load(s.scalars + 4), tl.load(s.scalars + 5), tl.load(s.scalars + 6), tl.load(s.scalars + 7),
     )
     place = (tl.load(s.place).to(tl.int32), tl.load(s.place + 1).to(tl.int32), tl.load(s.place + 2).to(tl.int32))
     return scalars, (tl.load(s.key), tl.load(s.key + 1).to(tl.int32), place[0], place[1], place[2])
@@ -539,6 +550,7 @@ def update_tile(
             v = root * root
         v = v.to(tl.float32)
 
+    g *= scalars[7]  # clipping
     EXACT: tl.constexpr = s.m.dtype.element_ty == tl.float32  # rounding to 16 or 8 bits hides the rest
     if RULE == 0:
         p, m, v = adamw_tile(old, g, m, v, scalars, EXACT)
@@ -655,6 +667,24 @@ def forge_kernel(
     record(s, acc * acc, change)
 
 
+# The same for rows that come as lists, 03's Columns: a sparse gradient of a classifier, the tokens of an embedding.
+# Rows that nobody lists have a gradient of 0: they decay, and go on with their momentum.
+
+
+@triton.jit
+def listed_kernel(
+    c, s, M, K, RULE: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, ENTRIES: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """The step of a tile of W (M, K) from Columns c, each row's entries summed in registers."""
+    across = tl.cdiv(K, COLS)
+    row, col = tl.program_id(0) // across * ROWS, tl.program_id(0) % across * COLS
+    g = column_tile(c, row, col, M, K, ROWS, COLS, ENTRIES, STAGES)
+    scalars, key = constants(s)
+    change = update_tile(g, s, scalars, key, row, col, M, K, RULE, GROUP, ROWS, COLS)
+    record(s, g * g, change)
+
+
 # ==== 6. A weight with its state: the three rungs ====================================================================
 
 
@@ -669,6 +699,7 @@ class State:
         self.number = zlib.crc32(name.encode()) >> 1  # another weight has other noise, whatever else is in the model
         (M, K), device, form = weight.shape, weight.device, LAYOUTS[handle.layout]
         self.tensors = {"master": weight.detach().float().clone()} if form.master else {}
+        self.dtype = weight.dtype  # of what an embedding returns
         weight.data = weight.data.to(form.weight).contiguous()
         for moment, dtype in zip(handle.rule.moments, form.moments, strict=False):
             self.tensors[moment] = torch.zeros(M, K, dtype=dtype, device=device)
@@ -680,15 +711,18 @@ class State:
             place=torch.tensor([self.number, *origin], device=device), K=K, groups=math.ceil(K / GROUP),
         )
         self.version, self.updated, self.uses, self.plan = weight._version, False, weakref.WeakSet(), None
+        self.by_rows, self.names, self.factors = False, [name], []
         step_in_hook(self)
 
-    def check(self, name):
+    def check(self, name, stash=False):
         """ValueError if the next backward pass would go wrong."""
         weight, W, master = self.weight, self.fields.W, self.fields.master
         if weight.grad is not None:
-            raise ValueError(f"{name} has a gradient already, which no step would use: call arm() before backward()")
-        if len(self.uses) > 1:
+            raise ValueError(f"{name} has a gradient already, which no step would use: call it before backward()")
+        if not stash and (len(self.uses) > 1 or len(self.names) > 1):
             raise ValueError(reused(name))
+        if self.factors:
+            raise ValueError(f"{name} has factors of an earlier backward pass: call release() or discard() first")
         if weight._backward_hooks and self.handle.rung != "hook":
             raise ValueError(f"{name} has a gradient hook, but no whole gradient: remove it, or use rung='hook'")
         if weight.data_ptr() != W.data_ptr() or weight.dtype != W.dtype:
@@ -723,6 +757,54 @@ class State:
             )
         self.written()
 
+    def consume(self, factors):
+        """The whole step of this weight, whose gradient is the sum of these factors."""
+        only = factors[0] if len(factors) == 1 else None
+        plan = self.plan = self.handle.plan(self, len(only.X) if isinstance(only, Product) else None)
+        if isinstance(only, Listed) and self.handle.backend == "triton":
+            self.step_listed(only.columns)
+        elif isinstance(only, Product) and plan.rung == "fused":
+            self.step_fused(*only)
+        else:
+            self.step_in_slabs(factors, plan.rows, plan.cols)
+        self.updated = True
+
+    def keep(self, factor):
+        """A factor for later; or, once dW itself is smaller than the factors, a part of that."""
+        self.factors.append(factor)
+        whole = next((f for f in self.factors if isinstance(f, Whole)), None)
+        if whole or factor_bytes([self]) > 4 * self.weight.numel():
+            gradient = whole.gradient if whole else torch.zeros(self.weight.shape, device=self.weight.device)
+            for other in self.factors:
+                if other is not whole:
+                    other.write(self, gradient, 0, 0, add=True)
+            self.factors = [Whole(gradient)]
+
+    def merge(self):
+        """The products of several backward passes become one, over their concatenated tokens."""
+        products = [f for f in self.factors if isinstance(f, Product)]
+        if len(products) > 1:
+            others = [f for f in self.factors if not isinstance(f, Product)]
+            self.factors = [Product(*(torch.cat(parts) for parts in zip(*products, strict=True))), *others]
+
+    def square(self):
+        """The squared norm of the gradient that the factors stand for, fp64, which leaves nothing behind."""
+        only, (M, K) = self.factors[0] if len(self.factors) == 1 else None, self.weight.shape
+        if isinstance(only, Product) and len(only.X) * (M + K) < M * K:
+            return ghost_square(*only)
+        norm = functools.partial(torch.linalg.vector_norm, dtype=torch.float64)
+        if isinstance(only, Whole):
+            return norm(only.gradient) ** 2
+        plan = self.handle.plan(self, None)
+        return sum(norm(slab) ** 2 for slab, _, _ in self.slabs(self.factors, plan.rows, plan.cols))
+
+    def used(self, use, version):
+        """A forward pass, at this version of the weight, has come to its backward."""
+        self.uses.discard(use)
+        if self.weight._version != version:
+            self.refuse_second()
+            raise ValueError(f"{self.name} was changed between forward and backward: its dX would be wrong")
+
     def refuse_second(self):
         """ValueError if this weight had its step."""
         if self.handle.armed and self.updated:
@@ -739,16 +821,22 @@ class State:
         fusion = {} if INTERPRETED else dict(enable_fp_fusion=False)
         return dict(RULE=self.handle.rule.code, GROUP=GROUP, **fusion)
 
-    @cce.without_autocast
-    def step_in_slabs(self, dY, X, rows, cols):
-        """v2. dY (N, M), X (N, K), fp32 or bf16: dW and the step for `rows` x `cols` elements at a time, which must not
-        be more than handle.slab holds. ValueError as for step."""
+    def slabs(self, factors, rows, cols):
+        """v2. Yield (slab, row, column): the gradient of the block of W there, a sum over factors (section 7). One
+        buffer takes the slabs in turn; each is made when its turn comes, after the step of those before it."""
         M, K = self.weight.shape
+        buffer = self.handle.buffer(min(rows, M) * min(cols, K))
         for top, bottom in cce.pieces(M, rows):
             for left, right in cce.pieces(K, cols):
-                slab = self.handle.slab[: (bottom - top) * (right - left)].view(bottom - top, right - left)
-                weight_gradient(dY[:, top:bottom], X[:, left:right], slab)
-                self.step(slab, top, left)
+                slab = buffer[: (bottom - top) * (right - left)].view(bottom - top, right - left)
+                for i, factor in enumerate(factors):
+                    factor.write(self, slab, top, left, add=i > 0)
+                yield slab, top, left
+
+    def step_in_slabs(self, factors, rows, cols):
+        """v2: the step of all of W, for `rows` x `cols` elements at a time. ValueError as for step."""
+        for slab, top, left in self.slabs(factors, rows, cols):
+            self.step(slab, top, left)
 
     def step_fused(self, dY, X, row=0, col=0):
         """v3. dY (N, R), X (N, C), fp32 or bf16: the step of the block (R, C) at (row, col) of W, without its gradient.
@@ -767,6 +855,16 @@ class State:
         )
         self.written()
 
+    def step_listed(self, columns):
+        """The step of all of W by 03's Columns: the gradient of each row is summed, and used, in registers. Needs
+        Triton's kernels. ValueError as for step."""
+        self.check_block(0, 0, self.weight.shape)
+        (M, K), options = self.weight.shape, filtering.column_options(self.weight.shape[1])
+        options |= dict(COLS=-(-options["COLS"] // GROUP) * GROUP)
+        grid = (triton.cdiv(M, options["ROWS"]) * triton.cdiv(K, options["COLS"]),)
+        listed_kernel[grid](columns, self.fields, M, K, **self.options(), **options)
+        self.written()
+
     def check_block(self, row, col, shape):
         """ValueError unless the handle is armed and a block of this shape can be stepped at (row, col)."""
         M, K = self.weight.shape
@@ -779,14 +877,17 @@ class State:
             raise ValueError(f"columns {col} to {stop}: {self.handle.layout} can be cut at multiples of {border}")
 
 
-def weight_gradient(dY, X, out):
-    """out (R, C) = dY^T X, from dY (N, R) and X (N, C) in fp32 or bf16; the sums are in fp32, rounded as out is."""
-    if X.dtype == out.dtype:
-        torch.mm(dY.T, X, out=out)
-    elif X.is_cuda and out.dtype == torch.float32:
-        torch.mm(dY.T, X, out_dtype=torch.float32, out=out)
+@cce.without_autocast
+def weight_gradient(dY, X, out, add=False):
+    """out (R, C) = or += dY^T X, from dY (N, R), X (N, C) in fp32 or bf16; the sums are in fp32, rounded as out is."""
+    wide = dict(out_dtype=torch.float32) if X.is_cuda and out.dtype == torch.float32 != X.dtype else {}
+    if X.dtype != out.dtype and not wide:
+        product = dY.float().T @ X.float()
+        out.copy_(out + product if add else product)
+    elif add:
+        torch.addmm(out, dY.T, X, **wide, out=out)
     else:
-        out.copy_(dY.float().T @ X.float())
+        torch.mm(dY.T, X, **wide, out=out)
 
 
 PIECE = 2**15  # elements at a time: they fit a CPU's cache, and are too few for torch to wake its threads for
@@ -807,7 +908,7 @@ def torch_step(state, gradient, row, col):
         if f.m_scale is not None:
             m = decode_m(f.m[at], f.m_scale[scale_at])
             v = None if v is None else decode_v(f.v[at], f.v_scale[scale_at])
-        p, m, v = rule.update(old, g, m, v, scalars)
+        p, m, v = rule.update(old, g if handle.scale == 1 else g * scalars[7], m, v, scalars)
         state.telemetry[0, 0] += torch.linalg.vector_norm(g).double() ** 2
         state.telemetry[1, 0] = torch.maximum(state.telemetry[1, 0], (p - old).abs().max())  # keeps a NaN
         if f.master is not None:
@@ -833,7 +934,97 @@ def torch_step(state, gradient, row, col):
                 f.v[at] = v
 
 
-# ==== 7. The API: a model whose backward is its optimizer =============================================================
+# ==== 7. Factors: a gradient that is not made until it is used ========================================================
+
+# A rule needs ALL of the gradient: of the micro-batches that are summed, of the two uses of a tied weight; and clipping
+# needs the norm of everything before the first step. Fused schedules are said to lose all that. They need not: what has
+# to wait is not dW but what it is a product of, X and dY, of which X is there anyway. Later, the same fused step runs
+# over the factors of all micro-batches: "stash factors, not gradients". Factors of N tokens take (M + K) N elements
+# where dW takes M K: less up to N = M K / (M + K), in equal precision.
+#
+# The norm of the sum does not need dW either. Squared it is sum (X X^T) * (dY dY^T), N^2 (M + K) multiply-adds (a
+# "ghost norm"), or the product itself, slab by slab and not kept: N M K. The first wins up to the same N.
+
+
+class Product(NamedTuple):
+    """Of a linear layer: dW = dY^T X, dY (N, M), X (N, K)."""
+
+    dY: torch.Tensor
+    X: torch.Tensor
+
+    def write(self, state, out, top, left, add):
+        """out (R, C) = or += the block of dW at (top, left)."""
+        R, C = out.shape
+        weight_gradient(self.dY[:, top : top + R], self.X[:, left : left + C], out, add)
+
+
+class Listed(NamedTuple):
+    """Of an embedding, or a classifier's sparse gradient: 03's Columns."""
+
+    columns: filtering.Columns
+
+    def write(self, state, out, top, left, add):
+        filtering.write_columns(out, self.columns, top, add=add, backend=state.handle.backend)
+
+
+class Classes(NamedTuple):
+    """Of a classifier, exactly: dC = G^T E, and G (N, V) is made again, from E (N, D), targets, lse, g_softmax,
+    g_target (N,) and the classifier itself, `block` columns at a time: the weight has to be as it was."""
+
+    E: torch.Tensor
+    targets: torch.Tensor
+    lse: torch.Tensor
+    g_softmax: torch.Tensor
+    g_target: torch.Tensor
+    softcap: float | None
+    backend: str
+    block: int
+
+    def write(self, state, out, top, left, add):
+        for start, stop in cce.pieces(len(out), self.block):
+            C = state.weight.detach()[top + start : top + stop].to(self.E.dtype)  # (W, D)
+            G = cce.gradient_slice(self.E, C, self.targets - (top + start), *self[2:5], None, *self[5:7])  # (N, W)
+            weight_gradient(G, self.E, out[start:stop], add)
+
+
+class Whole(NamedTuple):
+    """A gradient (M, K) in fp32 after all: the smaller one, beyond so many tokens; or one that autograd made."""
+
+    gradient: torch.Tensor
+
+    def write(self, state, out, top, left, add):
+        block = self.gradient[top : top + out.shape[0], left : left + out.shape[1]]
+        out.copy_(out + block if add else block)
+
+
+def tensors_of(factor):
+    """The floating-point tensors of a factor, but for lists, whose unused ends hold anything."""
+    fields = factor.columns._replace(values=None) if isinstance(factor, Listed) else factor
+    return [t for t in fields if isinstance(t, torch.Tensor) and t.is_floating_point()]
+
+
+def factor_bytes(states):
+    """Bytes that the factors of these states keep alive; a tensor that several share (the input of q, k and v) once."""
+    return sum({t.data_ptr(): t.nbytes for s in states for f in s.factors for t in tensors_of(f)}.values())
+
+
+def stash_bytes(inputs, outputs, tokens, itemsize=2):
+    """Predicted bytes of factors: widths of the distinct inputs and of the outputs of all layers."""
+    return itemsize * tokens * (sum(inputs) + sum(outputs))
+
+
+def ghost_square(dY, X):
+    """||dY^T X||^2, fp64, from the tokens' inner products."""
+    total = torch.zeros((), dtype=torch.float64, device=X.device)
+    for start, stop in cce.pieces(len(X), 1024):
+        gram = [torch.empty(stop - start, len(X), device=X.device) for _ in range(2)]  # (R, N)
+        for out, factor in zip(gram, (dY, X), strict=True):
+            weight_gradient(factor[start:stop].T, factor.T, out)
+        total += (gram[0] * gram[1]).sum(dtype=torch.float64)
+    return total.clamp(min=0)
+
+
+# ==== 8. The API: a model whose backward is its optimizer =============================================================
 
 
 class Telemetry(NamedTuple):
@@ -855,11 +1046,12 @@ class Forge:
     torch.distributed); more than one is refused, as backward has no gradient to reduce. rung: "auto", or one of
     "hook", "slab", "fused". slab, gradient: bytes and dtype of v2's slabs; torch.bfloat16 rounds dW as autograd would,
     and is faster at few tokens. backend: "auto", "triton" or "torch". ordinary: {name: Parameter} of what is left to
-    another optimizer. ValueError on arguments that do not fit."""
+    another optimizer. by_rows: names of embeddings and classifiers. aliases: {name: further names of the weight}, if it
+    is tied. ValueError on arguments that do not fit."""
 
     def __init__(
         self, weights, rule, layout="fp32", *, seed=0, rung="auto", slab=SLAB, gradient=torch.float32, backend="auto",
-        data_parallel=None, origins=None, ordinary=None,
+        data_parallel=None, origins=None, ordinary=None, by_rows=(), aliases=None,
     ):
         check_rule(rule)
         weights, origins = dict(weights), dict(origins or {})
@@ -877,7 +1069,7 @@ class Forge:
             if not (isinstance(weight, nn.Parameter) and weight.dim() == 2) or weight.dtype not in DTYPES:
                 raise ValueError(f"{name} is {weight.dtype}, {tuple(weight.shape)}: pass matrices in fp32 or bf16")
         if len({id(weight) for weight in weights.values()}) < len(weights):
-            raise ValueError("one Parameter has two names: a tied weight is used twice: leave it to another optimizer")
+            raise ValueError("one Parameter has two names: pass the second one as its alias")
         device = next(iter(weights.values())).device
         if any(weight.device != device for weight in weights.values()):
             raise ValueError("the weights are on several devices: forge each device's modules by themselves")
@@ -894,17 +1086,23 @@ class Forge:
         self.check_group()
         largest = 0
         if self.rung in ("auto", "slab"):
-            shapes = [slab_shape(*weight.shape, slab // gradient.itemsize) for weight in weights.values()]
-            largest = max(rows * cols for rows, cols in shapes)
+            shapes = {name: slab_shape(*weight.shape, slab // gradient.itemsize) for name, weight in weights.items()}
+            for name in by_rows:
+                shapes[name] = plan_rows(*weights[name].shape, 0, layout, "slab", slab, gradient.itemsize)[1:3]
+            largest = max(rows * cols for rows, cols in shapes.values())
         # Nothing was changed so far, and nothing below can be refused.
-        self.armed, self.at_step = False, 0
-        self.scalars, self.key = torch.zeros(7, device=device), torch.tensor([seed, 0], device=device)
+        self.armed, self.stashing, self.at_step, self.scale = False, False, 0, 1.0
+        self.scalars, self.key = torch.zeros(8, device=device), torch.tensor([seed, 0], device=device)
         self.slab = torch.empty(largest, dtype=gradient, device=device)
         self.records = torch.zeros(len(weights), 2, as_int(SLOTS), dtype=torch.float64, device=device)
         self.states = {
             name: State(self, name, weight, origins.get(name, (0, 0)), record)
             for (name, weight), record in zip(weights.items(), self.records, strict=True)
         }
+        for name, others in (aliases or {}).items():
+            self.states[name].names += others
+        for name in by_rows:
+            self.states[name].by_rows = True
 
     @property
     def rule(self):
@@ -919,7 +1117,7 @@ class Forge:
         raise ValueError("no GradScaler: gradients are used before they could be unscaled: use bf16 instead of fp16")
 
     def __getitem__(self, name):
-        return self.states[name]
+        return next(state for state in self.states.values() if name in state.names)
 
     def check_group(self):
         """Refuse more than one data-parallel process."""
@@ -932,8 +1130,16 @@ class Forge:
             )
 
     def plan(self, state, N):
-        """The Plan for a backward pass over N tokens."""
-        return plan_update(*state.weight.shape, N, self.layout, self.rung, self.slab_bytes, self.gradient.itemsize)
+        """The Plan for a linear layer's backward pass over N tokens, None for other gradients, and several."""
+        rung = "slab" if N is None and self.rung != "hook" else self.rung
+        plan = plan_rows if state.by_rows else plan_update
+        return plan(*state.weight.shape, N, self.layout, rung, self.slab_bytes, self.gradient.itemsize)
+
+    def buffer(self, elements):
+        """Room for a slab: the one that is kept from step to step, where that is large enough."""
+        if elements <= len(self.slab):
+            return self.slab
+        return torch.empty(elements, dtype=self.gradient, device=self.slab.device)
 
     @property
     def plans(self):
@@ -944,23 +1150,88 @@ class Forge:
         """The next backward pass is step `step` (1, 2, ...; their order is the caller's affair) at rate lr. Replaying a
         CUDA graph of Triton's kernels takes the same call before each replay. Does not wait for the device. ValueError
         when something is about to go wrong."""
-        if not (isinstance(step, int) and step >= 1 and 0 <= lr < math.inf):
-            raise ValueError(f"arm(lr={lr}, step={step}): pass a rate of at least 0 and steps that count from 1")
         self.check_group()
         for name, state in self.states.items():
             state.check(name)
+        self.prepare(lr, step)
+        self.stashing = False
+
+    def prepare(self, lr, step, scale=1.0):
+        """Arm, without looking at the weights; gradients are multiplied by scale."""
+        if not (isinstance(step, int) and step >= 1 and 0 <= lr < math.inf):
+            raise ValueError(f"arm(lr={lr}, step={step}): pass a rate of at least 0 and steps that count from 1")
         numbers = self.rule.scalars(lr, step)
-        scalars = torch.tensor(numbers, dtype=torch.float64).float()
-        self.scalars[: len(numbers)].copy_(scalars, non_blocking=True)
+        scalars = torch.tensor([*numbers, *[0.0] * (7 - len(numbers)), scale], dtype=torch.float64).float()
+        self.scalars.copy_(scalars, non_blocking=True)
         self.key.copy_(torch.tensor([self.seed, step]), non_blocking=True)
         self.records.zero_()
-        self.armed, self.at_step = True, step
+        self.armed, self.at_step, self.scale = True, step, scale
         for state in self.states.values():
             state.updated = False
+
+    def stash(self):
+        """The backward passes that follow keep each weight's factors, and change nothing until release() or discard():
+        for clipping, for the sum over micro-batches, for weights that are used more than once. Each weight holds its
+        factors as long as they are smaller than its gradient in fp32, and then that. ValueError as for arm."""
+        self.check_group()
+        for name, state in self.states.items():
+            state.check(name, stash=True)
+        self.armed, self.stashing = False, True
+
+    def discard(self):
+        """Drop the factors; backward passes give ordinary gradients again."""
+        self.armed = self.stashing = False
+        for state in self.states.values():
+            state.factors = []
+
+    def norm(self, others=()):
+        """The norm of the whole gradient, fp64, on the device: of all factors, and of the .grad of the parameters in
+        `others`. Exact: it is that of the sum over backward passes and uses."""
+        squares = [state.square() for state in self.states.values() if state.factors]
+        squares += [torch.linalg.vector_norm(p.grad, dtype=torch.float64) ** 2 for p in others if p.grad is not None]
+        return torch.stack([square.to(self.key.device) for square in squares]).sum().sqrt()
+
+    def release(self, lr, step, clip=0.0, others=()):
+        """The step `step` at rate lr of every weight that has factors, whose gradient is what they add up to. Waits for
+        the device once, before it, and returns whether the step was taken.
+
+        clip: the largest norm of the gradient of the weights and of `others`, ordinary parameters whose .grad is scaled
+        with them (0: no limit): clip_grad_norm_, bit for bit but for the sum's order. If that norm, or without clip any
+        factor or gradient, is not finite, nothing changes: factors and gradients of `others` are dropped. clipped_norm
+        is the norm before clipping, None without. ValueError unless stash() came before."""
+        if not self.stashing:
+            raise ValueError("release(): nothing was kept: call stash() before the backward passes")
+        if not (0 <= clip < math.inf):
+            raise ValueError(f"release(clip={clip}): pass a norm, or 0 not to clip")
+        states = [state for state in self.states.values() if state.factors]
+        others = [p for p in others if p.grad is not None]
+        for state in states:
+            state.merge()
+        if clip:
+            self.clipped_norm = norm = self.norm(others).item()
+            good, scale = math.isfinite(norm), min(1.0, clip / (norm + 1e-6))
+        else:
+            parts = [t for state in states for factor in state.factors for t in tensors_of(factor)]
+            good, scale = all_finite([*parts, *(p.grad for p in others)]), 1.0
+        if not good:
+            self.discard()
+            for p in others:
+                p.grad = None
+            return False
+        self.prepare(lr, step, scale)
+        for p in others:
+            p.grad.mul_(scale)
+        for state in states:
+            state.consume(state.factors)
+            state.factors = []
+        self.armed = self.stashing = False
+        return True
 
     def disarm(self):
         """Backward passes give ordinary gradients again."""
         self.armed = False
+
+    clipped_norm = None
 
     def telemetry(self):
         """By-products of the last armed step, without waiting for the device."""
@@ -996,10 +1267,15 @@ class Forge:
         self.seed, self.at_step = saved["seed"], saved["step"]
 
 
+def all_finite(tensors):
+    """Whether no element of any tensor is infinite or NaN; waits for the device once."""
+    return bool(torch.stack([t.isfinite().all() for t in tensors]).all()) if tensors else True
+
+
 def reused(name):
     return (
         f"{name} is used twice before one backward pass (tied, recurrent, or an older graph is still alive): it would "
-        "be updated under its second use: skip it, or drop the other graph (torch.no_grad(), del)"
+        "be updated under its second use: stash() and release() instead of arm(), skip it, or drop the other graph"
     )
 
 
@@ -1019,26 +1295,34 @@ class ForgeLinear(nn.Linear):
         return forged_linear(x, self.weight, self.bias, self.forged)
 
 
-def forged_linear(x, weight, bias, state):
-    """x (..., K), weight (M, K), bias (M,) or None -> (..., M), in the dtype of autocast, or else of x: fp32 or bf16. A
-    weight in another dtype is cast to it here, and again in backward. ValueError on other dtypes, and on a second use
-    before backward."""
+def compute_dtype(x):
+    """That of autocast, or else of x: fp32 or bf16. ValueError on others."""
     kind = x.device.type
     cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     dtype = torch.get_autocast_dtype(kind) if cast else x.dtype
     if dtype not in DTYPES:
         raise ValueError(f"products in {dtype}: use bf16 or fp32 (fp16's GradScaler would scale the step, too)")
+    return dtype
+
+
+def count_use(weight, state, use):
+    """Before a forward pass: note a use of the weight that will have a backward pass. ValueError on a second one."""
     if weight is not state.weight:
         raise ValueError(f"{state.name} was replaced after forge() (FSDP?): shard the model first, then forge it")
     inside_backward = torch._C._current_graph_task_id() >= 0  # torch.utils.checkpoint, recomputing, asks the same way
-    waits = torch.is_grad_enabled() and weight.requires_grad and not inside_backward
-    if waits and state.uses and state.handle.armed:
-        raise ValueError(reused(state.name))
-    use = Use()
-    y = _ForgedLinear.apply(x.to(dtype), weight, bias, state, use)
-    if waits:
+    if torch.is_grad_enabled() and weight.requires_grad and not inside_backward:
+        if state.uses and state.handle.armed:
+            raise ValueError(reused(state.name))
         state.uses.add(use)
-    return y
+
+
+def forged_linear(x, weight, bias, state):
+    """x (..., K), weight (M, K), bias (M,) or None -> (..., M), in the dtype of autocast, or else of x: fp32 or bf16. A
+    weight in another dtype is cast to it here, and again in backward. ValueError on other dtypes, and on a second use
+    before backward."""
+    use, x = Use(), x.to(compute_dtype(x))
+    count_use(weight, state, use)
+    return _ForgedLinear.apply(x, weight, bias, state, use)
 
 
 class _ForgedLinear(torch.autograd.Function):
@@ -1052,18 +1336,15 @@ class _ForgedLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         (x,), state = ctx.saved_tensors, ctx.state
-        state.uses.discard(ctx.use)
-        if state.weight._version != ctx.seen:
-            state.refuse_second()
-            raise ValueError(f"{state.name} was changed between forward and backward: its dX would be wrong")
+        state.used(ctx.use, ctx.seen)
         # Only a pass that is after the weight's gradient takes a step: not one that stops at x, nor if it is frozen.
-        wanted = ctx.needs_input_grad[1] and torch._C._will_engine_execute_node(ctx.next_functions[1][0])
+        wanted = cce.wanted(ctx, 1)
         M, K = state.weight.shape
         dY, X = dy.reshape(-1, M), x.reshape(-1, K)  # (N, M), (N, K)
         with torch.no_grad(), torch.autocast(dy.device.type, enabled=False):
             dX, dW = dx_then_update(
                 lambda: (dY @ state.weight.to(dY.dtype)).view(x.shape) if ctx.needs_input_grad[0] else None,
-                lambda: weight_update(state, dY, X) if wanted else None,
+                lambda: weight_update(state, Product(dY, X)) if wanted else None,
             )
             db = dY.sum(0) if ctx.biased else None
         return dX, dW, db, None, None
@@ -1074,17 +1355,55 @@ def dx_then_update(input_gradient, update):
     return input_gradient(), update()
 
 
-def weight_update(state, dY, X):
-    """dY (N, M), X (N, K): the armed step of a weight, or its gradient, for autograd (unarmed, and for v1's hook)."""
-    state.plan = state.handle.plan(state, len(X)) if state.handle.armed else None
-    if state.plan is None or state.plan.rung == "hook":
-        return (dY.T @ X).to(state.weight.dtype)
-    state.refuse_second()
-    if state.plan.rung == "fused":
-        state.step_fused(dY, X)
+def weight_update(state, factor):
+    """What backward makes of a weight's gradient: the armed step; a factor for later; or, for autograd and v1's hook,
+    the gradient itself."""
+    handle = state.handle
+    if handle.stashing:
+        state.keep(factor)
+    elif handle.armed and not (handle.rung == "hook" and isinstance(factor, Product)):
+        state.refuse_second()
+        state.consume([factor])
     else:
-        state.step_in_slabs(dY, X, state.plan.rows, state.plan.cols)
-    state.updated = True
+        state.plan = handle.plan(state, len(factor.dY)) if handle.armed else None
+        return (factor.dY.T @ factor.X).to(state.weight.dtype)
+
+
+class ForgeEmbedding(nn.Embedding):
+    """nn.Embedding, the same way. Its output has the dtype that the weight had before forge()."""
+
+    forged = None
+
+    def forward(self, tokens):
+        if self.forged is None:
+            return super().forward(tokens)
+        use = Use()
+        count_use(self.weight, self.forged, use)
+        return _ForgedEmbedding.apply(self.weight, tokens, self.forged, use)
+
+
+class _ForgedEmbedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight, tokens, state, use):
+        ctx.save_for_backward(tokens)
+        ctx.state, ctx.use, ctx.seen = state, use, weight._version
+        return F.embedding(tokens, weight).to(state.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dx):
+        (tokens,), state = ctx.saved_tensors, ctx.state
+        state.used(ctx.use, ctx.seen)
+        M, K = state.weight.shape
+        tokens, dX = tokens.reshape(-1), dx.reshape(-1, K)  # (N,), (N, K)
+        if not cce.wanted(ctx, 0):
+            return None, None, None, None
+        if not (state.handle.armed or state.handle.stashing):
+            return torch.ops.aten.embedding_dense_backward(dX, tokens, M, -1, False).to(state.weight.dtype), *[None] * 3
+        dX = cce.rows_contiguous(dX)
+        columns = filtering.columns_of(dX, torch.arange(len(tokens), device=dX.device), tokens, None, M)
+        weight_update(state, Listed(columns))
+        return None, None, None, None
 
 
 def step_in_hook(state):
@@ -1094,7 +1413,12 @@ def step_in_hook(state):
 
     def hook(weight):
         state = alive()
-        if state is not None and state.handle.armed and weight.grad is not None:
+        if state is None or weight.grad is None:
+            return
+        if state.handle.stashing:
+            gradient, weight.grad = weight.grad, None
+            state.keep(Whole(gradient.float()))
+        elif state.handle.armed:
             gradient, weight.grad = weight.grad, None
             state.refuse_second()
             state.step(gradient)
@@ -1103,18 +1427,90 @@ def step_in_hook(state):
     state.weight.register_post_accumulate_grad_hook(hook)
 
 
+class Sink:
+    """What takes a classifier's gradient from 02 and 03 in place of autograd: each slice of rows, G^T E, as soon as G
+    has been used for dE; or all rows at once, as lists."""
+
+    def __init__(self, state):
+        self.state, self.use, self.seen, self.block = state, Use(), state.weight._version, None
+
+    def align(self, block):
+        """Whole slabs in a slice: a rest would cost as much as a slab."""
+        rows = plan_rows(*self.state.weight.shape, 0, self.state.handle.layout, "slab", self.state.handle.slab_bytes,
+                         self.state.handle.gradient.itemsize).rows
+        self.block = block if block < rows else block // rows * rows
+        return self.block
+
+    def begin(self):
+        state = self.state
+        state.used(self.use, self.seen)
+        if not (state.handle.armed or state.handle.stashing):
+            raise ValueError(f"{state.name}: disarmed between forward and backward, which has no gradient to give")
+        if state.handle.armed:
+            state.refuse_second()
+
+    def rows(self, start, G, E):
+        """The step of rows start ... start + W, from G (N, W) and E (N, D)."""
+        state, handle = self.state, self.state.handle
+        if handle.stashing:
+            return  # its time comes, with another G
+        plan = state.plan = handle.plan(state, len(E))
+        if plan.rung == "fused":
+            state.step_fused(G, E, start)
+            return
+        for a, b in cce.pieces(G.shape[1], plan.rows):
+            slab = handle.buffer((b - a) * plan.cols)[: (b - a) * plan.cols].view(b - a, plan.cols)
+            weight_gradient(G[:, a:b], E, slab)
+            state.step(slab, start + a)
+
+    def end(self, E, targets, lse, g_softmax, g_target, softcap, backend):
+        if self.state.handle.stashing:
+            self.state.keep(Classes(E, targets, lse, g_softmax, g_target, softcap, backend, self.block))
+        else:
+            self.state.updated = True
+
+    def columns(self, columns):
+        weight_update(self.state, Listed(columns))
+
+
+def forge_classifier(E, C, targets, state, *, gradient="auto", **options):
+    """03's linear_cross_entropy(E, C, targets, gradient=..., **options), whose backward takes the classifier's step: C
+    gets no gradient, E its ordinary one, made with the old C. Neither the logits nor dC are ever there.
+
+    E (..., D) fp32 or bf16, C (V, D) the weight of `state`, targets (...); gradient "exact", "sparse" or "auto". Exact:
+    for each slice of the vocabulary G, dE += G C, then the step of that slice. Sparse: the same pass that would write
+    a row of dC takes its step, in registers. On a stash()-ing handle C is left as it is and the slices' factors E, lse
+    and targets are kept, or the sparse gradient's lists. Unarmed, and without gradients: 03's own. Beyond what 02 and
+    03 say, and 4 N D bytes for dE: a slab. A C in another dtype than E is cast to it first, whole.
+    ValueError on what 03 refuses, a bias, a filter, fp16, and a second use before backward."""
+    if gradient not in ("exact", "sparse", "auto"):
+        raise ValueError(f"gradient is {gradient!r}: use 'exact', 'sparse' or 'auto': a filter leaves no slice whole")
+    if options.get("bias") is not None:
+        raise ValueError("bias: an ordinary parameter, of which forge_classifier makes no gradient: use 03's loss")
+    dtype, sink, handle = compute_dtype(E), None, state.handle
+    if handle.armed or handle.stashing:
+        sink = Sink(state)
+        count_use(C, state, sink.use)
+    options.setdefault("backend", "torch" if handle.backend == "torch" else "auto")
+    return filtering.linear_cross_entropy(
+        E.to(dtype), C.to(dtype), targets, gradient=gradient, sink=sink, **options
+    )
+
+
 WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel", "FSDPModule")
 
 
-def forge(model, rule, layout="fp32", *, skip=(), **options):
+def forge(model, rule, layout="fp32", *, skip=(), embeddings=False, classifier=None, **options):
     """Convert the nn.Linear modules of a model in place and return its Forge handle.
 
     rule: AdamW(...), Lion(...) or SGD(...); layout: "fp32", "master", "bf16", "int8"; skip: names of modules to leave
-    alone, with all that is in them; options: those of Forge. Weights take the layout's dtype. handle.ordinary names
-    every other trainable parameter (embeddings, norms, biases): give those to an ordinary optimizer. ValueError when
-    the model is wrapped for data parallelism or forged already, a weight is tied, or a skipped name does not exist;
-    the model is then as it was. Modules that are not exactly nn.Linear, or whose weight is no Parameter of theirs
-    (parametrized, pruned), are left to the ordinary optimizer.
+    alone, with all that is in them; embeddings: nn.Embedding modules, too; classifier: the name of a parameter (V, D)
+    that is only used in forge_classifier; options: those of Forge. Weights take the layout's dtype. handle.ordinary
+    names every other trainable parameter (norms, biases): give those to an ordinary optimizer. ValueError when the
+    model is wrapped for data parallelism or forged already, a weight is tied to something that is not converted, or a
+    name does not exist; the model is then as it was. Weights tied to each other need stash() and release(), see there.
+    Modules of derived classes, or whose weight is no Parameter of theirs (parametrized, pruned), are left to the
+    ordinary optimizer.
 
         handle = forge(model, AdamW(weight_decay=0.1), "master", skip=["head"])
         others = torch.optim.AdamW(handle.ordinary.values(), lr=lr)
@@ -1123,6 +1519,12 @@ def forge(model, rule, layout="fp32", *, skip=(), **options):
             loss(model(x)).backward()
             others.step()
             others.zero_grad()
+
+    With micro-batches and clipping, the loop's first two lines become
+            handle.stash()
+            for x in parts:
+                (loss(model(x)) / len(parts)).backward()
+            handle.release(lr, step, clip=1.0, others=handle.ordinary.values())
     """
     check_rule(rule)
     modules = dict(model.named_modules())
@@ -1135,29 +1537,44 @@ def forge(model, rule, layout="fp32", *, skip=(), **options):
     unknown = set(skip) - set(modules)
     if unknown:
         raise ValueError(f"skip={sorted(unknown)[0]!r} is no module: known are {', '.join(list(modules)[1:9])}, ...")
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    if classifier is not None and classifier not in parameters:
+        raise ValueError(f"classifier={classifier!r} is no parameter: known are {', '.join(list(parameters)[:8])}, ...")
     skipped = lambda name: any(name == s or name.startswith(f"{s}.") for s in skip)  # noqa: E731
-    parameters = list(model.named_parameters(remove_duplicate=False))
-    linears = {
-        name: m for name, m in modules.items()
-        if type(m) in (nn.Linear, ForgeLinear) and not skipped(name)
-        and isinstance(m.weight, nn.Parameter) and m.weight.requires_grad
-    }
-    for name, module in linears.items():
-        if getattr(module, "forged", None) is not None:
-            raise ValueError(f"{name or 'the model'} is forged already: forge a model once, with all that it needs")
-        shared = [other for other, p in parameters if p is module.weight]
-        if len(shared) > 1:
-            raise ValueError(f"{shared[0]} and {shared[1]} are one tensor: a tied weight is used twice: skip={name!r}")
     dotted = lambda name: f"{name}.weight" if name else "weight"  # noqa: E731
-    weights = {dotted(name): module.weight for name, module in linears.items()}
+    kinds = (nn.Linear, ForgeLinear, *([nn.Embedding, ForgeEmbedding] if embeddings else []))
+    converted = {
+        dotted(name): m for name, m in modules.items()
+        if type(m) in kinds and not skipped(name) and isinstance(m.weight, nn.Parameter) and m.weight.requires_grad
+    }
+    for name, module in converted.items():
+        if getattr(module, "forged", None) is not None:
+            raise ValueError(f"{name} is forged already: forge a model once, with all that it needs")
+        unusual = {"padding_idx": None, "max_norm": None, "scale_grad_by_freq": False, "sparse": False}
+        for option, plain in unusual.items():
+            if getattr(module, option, plain) != plain:
+                raise ValueError(f"{name}: an nn.Embedding with {option} is not what is updated here: skip it")
+    names = [*converted, *([classifier] if classifier else [])]
+    weights, aliases = {}, {}
+    for name in names:
+        same = [other for other, p in parameters.items() if p is parameters[name]]
+        left = [other for other in same if other not in names]
+        if left:
+            raise ValueError(f"{name} and {left[0]} are one tensor: a tied weight is used twice: skip it, or have both "
+                             "converted (embeddings=True, classifier=...)")
+        if same[0] == name:
+            weights[name], aliases[name] = parameters[name], same[1:]
     ordinary = {n: p for n, p in model.named_parameters() if p.requires_grad and n not in weights}
-    handle = Forge(weights, rule, layout, ordinary=ordinary, **options)
-    for name, module in linears.items():
-        module.__class__, module.forged = ForgeLinear, handle[dotted(name)]
+    by_rows = [name for name in weights if any(
+        other == classifier or isinstance(converted.get(other), nn.Embedding) for other in [name, *aliases[name]])]
+    handle = Forge(weights, rule, layout, ordinary=ordinary, by_rows=by_rows, aliases=aliases, **options)
+    for name, module in converted.items():
+        module.__class__ = ForgeLinear if isinstance(module, nn.Linear) else ForgeEmbedding
+        module.forged = handle[name]
     return handle
 
 
-# ==== 8. Checks =======================================================================================================
+# ==== 9. Checks =======================================================================================================
 
 
 def rungs(device):
@@ -1656,7 +2073,7 @@ def check_graph(device="cuda"):
             handle.arm(0.0, 1)  # capture runs nothing
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                weight_update(state, dY, X)
+                weight_update(state, Product(dY, X))
             for t, (x, dy) in enumerate(data, 1):
                 X.copy_(x)
                 dY.copy_(dy)
@@ -1697,7 +2114,7 @@ def _keep_gradients(state):
     state.weight.register_post_accumulate_grad_hook(hook)
 
 
-def _add_to_slab(dY, X, out):
+def _add_to_slab(dY, X, out, add=False):
     out.add_(dY.float().T @ X.float())
 
 
@@ -1713,7 +2130,7 @@ BREAKS = {
     "fp32-scalars": (check_exact, "AdamW", _Fp32Scalars),
     "no-decay": (check_exact, "Lion", _LionWithoutDecay),
     "old-slab": (check_exact, "weight_gradient", _add_to_slab),
-    "rounded-gradient": (check_fidelity, "weight_gradient", lambda dY, X, out: out.copy_((dY.T @ X).bfloat16())),
+    "rounded-gradient": (check_fidelity, "weight_gradient", lambda dY, X, out, add: out.copy_((dY.T @ X).bfloat16())),
     "all-gradients": (check_memory, "step_in_hook", _keep_gradients),
     "deaf": (check_misuse, "reused", lambda name: ""),
 }
@@ -1735,7 +2152,7 @@ if HAS_TRITON:
     }
 
 
-# ==== 9. Measurements =================================================================================================
+# ==== 10. Measurements ================================================================================================
 
 
 def measure_bytes(device, ledger):
@@ -1880,7 +2297,8 @@ def measure_speed(M, K, N, layout, fused=True):
         slab = torch.empty(rows * cols, dtype=dtype, device="cuda")
         for state in states:
             state.handle.slab = slab
-        ways[f"slabs {name}"] = bench_graph([functools.partial(s.step_in_slabs, dY, X, rows, cols) for s in states])
+        factors = [Product(dY, X)]
+        ways[f"slabs {name}"] = bench_graph([functools.partial(s.step_in_slabs, factors, rows, cols) for s in states])
     if fused:
         ways["fused"] = bench_graph([functools.partial(s.step_fused, dY, X) for s in states])
     return ways
