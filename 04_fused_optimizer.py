@@ -1184,6 +1184,7 @@ class Forge:
         for state in self.states.values():
             state.factors = []
 
+    @torch.no_grad()
     def norm(self, others=()):
         """The norm of the whole gradient, fp64, on the device: of all factors, and of the .grad of the parameters in
         `others`. Exact: it is that of the sum over backward passes and uses."""
@@ -1191,6 +1192,7 @@ class Forge:
         squares += [torch.linalg.vector_norm(p.grad, dtype=torch.float64) ** 2 for p in others if p.grad is not None]
         return torch.stack([square.to(self.key.device) for square in squares]).sum().sqrt()
 
+    @torch.no_grad()
     def release(self, lr, step, clip=0.0, others=()):
         """The step `step` at rate lr of every weight that has factors, whose gradient is what they add up to. Waits for
         the device once, before it, and returns whether the step was taken.
@@ -1335,7 +1337,7 @@ class _ForgedLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        (x,), state = ctx.saved_tensors, ctx.state
+        x, state = ctx.saved_tensors[0].detach(), ctx.state  # a factor must not keep the graph
         state.used(ctx.use, ctx.seen)
         # Only a pass that is after the weight's gradient takes a step: not one that stops at x, nor if it is frozen.
         wanted = cce.wanted(ctx, 1)
@@ -1465,12 +1467,12 @@ class Sink:
 
     def end(self, E, targets, lse, g_softmax, g_target, softcap, backend):
         if self.state.handle.stashing:
-            self.state.keep(Classes(E, targets, lse, g_softmax, g_target, softcap, backend, self.block))
+            self.state.keep(Classes(E.detach(), targets, lse, g_softmax, g_target, softcap, backend, self.block))
         else:
             self.state.updated = True
 
     def columns(self, columns):
-        weight_update(self.state, Listed(columns))
+        weight_update(self.state, Listed(columns._replace(E=columns.E.detach())))
 
 
 def forge_classifier(E, C, targets, state, *, gradient="auto", **options):
@@ -1607,10 +1609,10 @@ def whole_numbers(N, M, K, device, steps=5, seed=0):
 
 
 def library_step(rule, weight):
-    """What the rule is elsewhere: torch's optimizer, or Lion's three lines in its paper's form."""
+    """What the rule is elsewhere: torch's optimizer, or Lion's three lines in its paper's form. (AdamW: or a list.)"""
     if isinstance(rule, AdamW):
         options = dict(betas=rule.betas, eps=rule.eps, weight_decay=rule.weight_decay, foreach=False)
-        return torch.optim.AdamW([weight], **options)
+        return torch.optim.AdamW(weight if isinstance(weight, list) else [weight], **options)
     if isinstance(rule, SGD):
         options = dict(momentum=rule.momentum, weight_decay=rule.weight_decay, foreach=False)
         return torch.optim.SGD([weight], lr=0.0, **options)
@@ -1899,11 +1901,11 @@ def check_resume(device="cpu"):
         must_raise("saved", lambda other=other: other.load_state_dict(saved))
 
 
-def must_raise(words, action):
-    """action() has to raise a ValueError of one line with these words."""
+def must_raise(words, action, kind=ValueError):
+    """action() has to raise an error of this kind, one line with these words."""
     try:
         action()
-    except ValueError as error:
+    except kind as error:
         message = str(error)
     else:
         message = "no error"
@@ -2054,6 +2056,289 @@ def check_memory(device="cpu"):
         base.require(peak < 2 * layer + pieces, f"{rung}, {backend}: {peak / layer:.1f} layers of gradient at the peak")
 
 
+def classifier_handle(C, layout, rung, backend, slab, rule=None, seed=0):
+    """(Parameter, handle) for a classifier that starts as C (V, D)."""
+    weight = nn.Parameter(C.float().clone())
+    options = dict(rung=rung, backend=backend, slab=slab, by_rows=["weight"], seed=seed)
+    return weight, Forge({"weight": weight}, rule or AdamW(eps=0.5, weight_decay=0.1), layout, **options)
+
+
+def classifier_ways(device, dtype, D):
+    """(gradient, rung, backend) that run on this device."""
+    ways = [("exact", "hook", "torch"), ("exact", "slab", "torch"), ("sparse", "slab", "torch")]
+    if "triton" in cce.backends(device):
+        ways += [("exact", "slab", "triton"), ("exact", "fused", "triton")]
+    if "triton" in filtering.filter_backends(device, dtype, D):
+        ways.append(("sparse", "slab", "triton"))
+    return ways
+
+
+class Unfused(Sink):
+    """Writes the gradient down, in fp32."""
+
+    def __init__(self, state):
+        super().__init__(state)
+        self.dC = torch.zeros(state.weight.shape, device=state.weight.device)
+
+    def rows(self, start, G, E):
+        weight_gradient(G, E, self.dC[start : start + G.shape[1]])
+
+    def columns(self, columns):
+        filtering.write_columns(self.dC, columns, backend=self.state.handle.backend)
+
+
+def check_classifier(device="cpu", N=40, V=300, D=40, layouts=("fp32", "master", "int8"), softcap=None):
+    """forge_classifier makes 03's loss and dE and, from 03's dC, the bits of State.step: weight, master copy, moments
+    and codes; in several slices of the vocabulary, with ignored tokens. In fp32 that dC is 03's own; in bf16 03 would
+    round it, so there it is the same sum in fp32 (v3's in registers is another, to the last places)."""
+    if torch.device(device).type == "cuda":
+        V = 10 * V  # the least blocks of a GPU are larger
+    for layout in layouts:
+        dtype = LAYOUTS[layout].weight
+        E, C, x = (t.detach() for t in cce.trained_problem(N, V, D, dtype, device))
+        x = x.where(torch.arange(N, device=device) % 7 > 0, -100)
+        for gradient, rung, backend in classifier_ways(device, dtype, D):
+            if softcap and gradient == "sparse":
+                continue
+            title = f"{layout}, {gradient}, {rung}, {backend}"
+            options = dict(gradient=gradient, softcap=softcap, workspace=1 << 21 if gradient == "sparse" else 1)
+            options |= dict(backend=backend, reduction="sum")
+            pair = [classifier_handle(C, layout, rung, backend, 4 * 1024 * D) for _ in range(2)]
+            slow = INTERPRETED and backend == "triton"
+            if slow and layout != layouts[-1]:
+                continue
+            for step in (1,) if slow else (1, 2):
+                results = []
+                for (weight, handle), fused in zip(pair, (True, False), strict=True):
+                    state, e = handle["weight"], E.clone().requires_grad_()
+                    handle.arm(1e-2 * step, step)
+                    if fused:
+                        loss = forge_classifier(e, weight, x, state, **options)
+                        loss.backward()
+                    else:
+                        sink = Unfused(state)
+                        loss = filtering.linear_cross_entropy(e, weight, x, sink=sink, **options)
+                        loss.backward()
+                        if dtype == torch.float32:
+                            plain = filtering.linear_cross_entropy(e, weight, x, **options)
+                            dC = torch.autograd.grad(plain, weight)[0]
+                            base.require(torch.equal(dC, sink.dC), f"{title}: the sink's gradient is not 03's")
+                        state.updated = False
+                        state.step(sink.dC)
+                    results.append([loss.detach(), e.grad])
+                for what, a, b in zip(("loss", "dE"), *results, strict=True):
+                    base.require(torch.equal(a, b), f"{title}: {what} is not 03's")
+                ours, theirs = (h["weight"].tensors | {"weight": w.detach()} for w, h in pair)
+                for name, tensor in ours.items():
+                    wrong = int((tensor != theirs[name]).sum())
+                    if rung == "fused":
+                        wrong = max(0, wrong - tensor.numel() // 20) if tensor.dtype != torch.float32 else int(
+                            cce.error(tensor, theirs[name]) > 1e-5)
+                    base.require(wrong == 0, f"{title}: {wrong} elements of {name} differ")
+                if rung == "fused":  # go on from the same bits
+                    pair[1][1].load_state_dict(copy.deepcopy(pair[0][1].state_dict()))
+                    pair[1][0].data.copy_(pair[0][0])
+
+
+def check_classifier_use(device="cpu", N=24, V=300, D=16):
+    """A pass without gradients, or one that is not after C's, takes no step; unarmed, C gets 03's gradient; what would
+    go wrong raises."""
+    E, C, x = (t.detach() for t in cce.trained_problem(N, V, D, torch.float32, device))
+    e = E.clone().requires_grad_()
+    weight, handle = classifier_handle(C, "fp32", "auto", "auto", SLAB)
+    state = handle["weight"]
+    loss = functools.partial(forge_classifier, targets=x, state=state, gradient="exact")
+    loss(e, weight).backward()
+    want = torch.autograd.grad(filtering.linear_cross_entropy(e, weight, x), (e, weight))
+    base.require(all(map(torch.equal, (e.grad, weight.grad), want)), "unarmed: not the gradients of 03's loss")
+    weight.grad = None
+    handle.arm(0.1, 1)
+    with torch.no_grad():
+        base.require(torch.equal(loss(e, weight), loss(E, weight)), "no_grad: another loss")
+    before = weight.detach().clone()
+    torch.autograd.grad(loss(e, weight), e)
+    base.require(torch.equal(before, weight), "a pass that is after dE alone took a step")
+    total = loss(e, weight)
+    must_raise("used twice", lambda: loss(e, weight))
+    total.backward(retain_graph=True)
+    base.require(not torch.equal(before, weight) and weight.grad is None, "an armed pass took no step")
+    after = weight.detach().clone()
+    must_raise("modified by an inplace operation", total.backward, RuntimeError)
+    del total
+    handle.arm(0.1, 2)
+    total = loss(e, weight)
+    handle.disarm()
+    must_raise("disarmed", total.backward)
+    del total
+    must_raise("bias", lambda: loss(e, weight, bias=torch.zeros(V, device=device)))
+    must_raise("gradient is", lambda: forge_classifier(e, weight, x, state, gradient="filter"))
+    must_raise("fp16", lambda: loss(e.half(), weight))
+    must_raise("was replaced", lambda: (handle.arm(0.1, 2), loss(e, nn.Parameter(C.clone()))))
+    base.require(torch.equal(after, weight), "a refusal left a trace")
+
+
+def check_embedding(device="cpu", N=90, V=50, K=136):
+    """An embedding's step is that of its whole gradient, bit for bit, also in rows of tokens that did not come; unarmed
+    and in its output it is nn.Embedding."""
+    generator = torch.Generator().manual_seed(0)
+    W = 0.02 * torch.randn(V, K, generator=generator).to(device)
+    for layout in LAYOUTS:
+        for rung, backend in [("slab", backend) for backend in cce.backends(device)]:
+            model = nn.Sequential(nn.Embedding(V, K)).to(device)
+            model[0].weight.data.copy_(W)
+            options = dict(rung=rung, backend=backend, slab=4 * 128 * 256)
+            handle = forge(model, AdamW(weight_decay=0.1), layout, embeddings=True, **options)
+            twin, other = forged(W, AdamW(weight_decay=0.1), layout, "slab", backend, "0.weight")
+            theirs = nn.Parameter(W.clone())
+            library = library_step(AdamW(weight_decay=0.1), theirs)
+            for step in (1, 2):
+                tokens = torch.randint(V // 2, (N // 9, 9), generator=generator).to(device)
+                dX = torch.randint(-2, 3, (N // 9, 9, K), generator=generator).float().to(device)
+                handle.arm(1e-2, step)
+                other.arm(1e-2, step)
+                out = model(tokens)
+                same = out.dtype == torch.float32 and torch.equal(out, twin.detach()[tokens].float())
+                base.require(same, f"{layout}, {rung}, {backend}: the output is not the rows of the weight")
+                (1.0 * out).backward(dX)
+                dense = torch.zeros(V, K, device=device).index_add_(0, tokens.flatten(), dX.flatten(0, 1))
+                other["0.weight"].step(dense)
+                library.param_groups[0]["lr"], theirs.grad = 1e-2, dense
+                library.step()
+                pairs = zip((handle["0.weight"].tensors | {"weight": model[0].weight}).items(),
+                            (other["0.weight"].tensors | {"weight": twin}).values(), strict=True)
+                for (name, a), b in pairs:
+                    base.require(torch.equal(a, b), f"{layout}, {rung}, {backend}: {name} differs")
+                for rows in (slice(V // 2), slice(V // 2, V)) if layout in ("fp32", "master") else ():
+                    moved = (handle["0.weight"].tensors.get("master", model[0].weight) - W)[rows].detach()
+                    off = cce.error(moved, (theirs.detach() - W)[rows])
+                    base.require(off < 1e-3, f"{layout}, {backend}: torch's AdamW moves other than this by {off:.1e}")
+            handle.disarm()
+            model(tokens).backward(dX)
+            base.require(torch.equal(model[0].weight.grad.float(), dense), f"{rung}, {backend}: unarmed gradient")
+
+
+class TinyLM(nn.Module):
+    """What is hard for a fused schedule: one matrix is embedding and classifier, another is used twice."""
+
+    def __init__(self, V, D, seed=0):
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.embedding, self.twice, self.out = nn.Embedding(V, D), nn.Linear(D, D), nn.Linear(D, D, bias=False)
+        for p in self.parameters():
+            p.data = torch.randn(p.shape, generator=generator) / (5 if p.dim() == 2 else 10)
+        self.classifier = self.embedding.weight
+        self.head = None  # a State, once it is forged
+
+    def forward(self, tokens, targets):
+        E = self.embedding(tokens)  # (N, D)
+        E = self.out(F.gelu(self.twice(F.gelu(self.twice(E)))))
+        if self.head is None:
+            return base.linear_cross_entropy_reference(E, self.classifier, targets)
+        return forge_classifier(E, self.classifier, targets, self.head, gradient="exact", workspace=1)
+
+
+def check_stash(device="cpu", sizes=(4, 24, 200), V=300, D=32):
+    """Micro-batches, clipping, a tied and a reused weight: against clip_grad_norm_ and AdamW on the whole batch, by the
+    three-way rule; with factors that give the norm by inner products, by slabs, and that turn into gradients. Then a
+    micro-batch of NaN: not a bit changes, and the next step is as if it had not been."""
+    rule = AdamW(eps=0.5, weight_decay=0.1)
+    for tokens in sizes:
+        generator = torch.Generator().manual_seed(tokens)
+        steps = [torch.randint(V, (2, 4 * tokens), generator=generator).to(device) for _ in range(3)]
+        for clip in (0.0, 1e-2, 100.0):
+            ends, norms = [], []
+            for dtype in (torch.float64, torch.float32):
+                model = TinyLM(V, D).to(device, dtype)
+                optimizer = library_step(rule, list(model.parameters()))
+                for step, (x, y) in enumerate(steps, 1):
+                    optimizer.zero_grad()
+                    model(x, y).backward()
+                    norm = nn.utils.clip_grad_norm_(model.parameters(), clip or math.inf)
+                    optimizer.param_groups[0]["lr"] = 1e-2 * step
+                    optimizer.step()
+                ends.append([p.detach() for p in model.parameters()])
+                norms.append(norm.item())
+            for rung, backend in rungs(device):
+                if INTERPRETED and backend == "triton" and (tokens, clip, rung) != (sizes[0], 1e-2, "fused"):
+                    continue
+                title = f"{4 * tokens} tokens, clip {clip}, {rung}, {backend}"
+                model = TinyLM(V, D).to(device)
+                handle = forge(model, rule, rung=rung, backend=backend, embeddings=True, classifier="classifier")
+                model.head = handle["classifier"]
+                others = library_step(rule, list(handle.ordinary.values()))
+                must_raise("stash() and release()", lambda: handle.arm(1e-2, 1))  # noqa: B023
+                for step, (x, y) in enumerate(steps, 1):
+                    others.param_groups[0]["lr"] = 1e-2 * step
+                    for bad in (True, False):
+                        before = [t.clone() for t in (*model.parameters(), *every_tensor(handle))]
+                        others.zero_grad()
+                        handle.stash()
+                        for part in range(4):
+                            i = slice(part * tokens, (part + 1) * tokens)
+                            weight = math.nan if bad and part == 2 else 0.25
+                            (weight * model(x[i], y[i])).backward()
+                        taken = handle.release(1e-2 * step, step, clip, handle.ordinary.values())
+                        base.require(taken != bad, f"{title}: a step was {'taken' if taken else 'not taken'}")
+                        same = all(map(torch.equal, before, (*model.parameters(), *every_tensor(handle))))
+                        base.require(same == bad, f"{title}: a step that was skipped changed something")
+                    others.step()
+                if clip:
+                    off = abs(handle.clipped_norm / norms[0] - 1)
+                    base.require(off <= abs(norms[1] / norms[0] - 1) + 1e-6, f"{title}: the norm is off by {off:.1e}")
+                for (name, p), peer, want in zip(model.named_parameters(), ends[1], ends[0], strict=True):
+                    cce.require_as_good(f"{title}: {name}", p.detach(), peer, want, 1e-6)
+
+
+def every_tensor(handle):
+    return [t for state in handle.states.values() for t in state.tensors.values()]
+
+
+def check_factors(device="cpu", M=96, K=160):
+    """The norm from factors, and the sum over factors of all kinds, against the gradient; and that the smaller of
+    factors and gradient is what is kept."""
+    generator = torch.Generator().manual_seed(0)
+    for N in (16, 57, 100, 300):
+        X, dY = (torch.randn(N, width, generator=generator).bfloat16().to(device) for width in (K, M))
+        dW = dY.double().T @ X.double()
+        for rung, backend in rungs(device):
+            weight, handle = forged(torch.zeros(M, K, device=device), SGD(), "fp32", rung, backend)
+            handle.stash()
+            state = handle["weight"]
+            for part in (slice(0, N // 2), slice(N // 2, N)):
+                state.keep(Product(dY[part], X[part]))
+            held, whole = factor_bytes([state]), 4 * M * K
+            base.require(held == min(2 * N * (M + K), whole), f"{N} tokens: {held} bytes are kept")
+            predicted = min(stash_bytes([K], [M], N), whole)
+            base.require(held == predicted, f"{N} tokens: {held} bytes are kept, {predicted} were predicted")
+            state.merge()
+            for factors in (state.factors, [*state.factors, Whole(torch.zeros(M, K, device=device))]):
+                state.factors = factors
+                off = abs(handle.norm().item() / dW.norm().item() - 1)
+                base.require(off < 1e-6, f"{N} tokens, {rung}, {backend}: the norm is off by {off:.1e}")
+            base.require(handle.release(1.0, 1), "finite factors, and no step")
+            base.require(cce.error(weight.detach(), -dW) < 2e-6, f"{N} tokens, {rung}, {backend}: another update")
+            base.require(not state.factors and not handle.stashing, "factors are left")
+
+
+def check_classifier_memory(device="cpu", N=64, V=2**16, D=128):
+    """Backward of a classifier holds neither dC nor the logits."""
+    E, C, x = (t.detach() for t in cce.trained_problem(N, V, D, torch.float32, device))
+    for backend in cce.backends(device):
+        if backend == "triton" and torch.device(device).type == "cpu":
+            continue  # the same buffers, much slower
+        weight, handle = classifier_handle(C, "fp32", "auto", backend, 4 * MIB)
+        e = E.requires_grad_()
+
+        def step():
+            handle.arm(1e-3, 1)  # noqa: B023
+            loss = forge_classifier(e, weight, x, handle["weight"], gradient="exact", workspace=MIB)  # noqa: B023
+            loss.backward()
+
+        step()
+        peak = base.peak_bytes(step, device)
+        base.require(peak < C.nbytes / 2, f"{backend}: {peak / C.nbytes:.2f} of the gradient's bytes at the peak")
+
+
 def check_graph(device="cuda"):
     """A captured CUDA graph, armed anew before each replay, makes the bits of eager steps, and nothing is compiled
     for a new step or rate (GPU only)."""
@@ -2118,6 +2403,42 @@ def _add_to_slab(dY, X, out, add=False):
     out.add_(dY.float().T @ X.float())
 
 
+class _LocalRows(Sink):
+    """Forgets where in the vocabulary its slice lies."""
+
+    def rows(self, start, G, E):
+        super().rows(0, G, E)
+
+
+class _DecayFirst(Sink):
+    """Decays all of W at once, before dE has been made from it."""
+
+    def begin(self):
+        super().begin()
+        self.state.weight.data.mul_(0.999)
+
+
+class _LastMicroBatch(State):
+    def keep(self, factor):
+        self.factors = []
+        super().keep(factor)
+
+
+class _NormOfTheForged(Forge):
+    def norm(self, others=()):
+        return super().norm()
+
+
+def _listed_rows_only(state, gradient, row, col, _step=torch_step):
+    """The step of a sparse Adam: rows without a gradient keep weight and moments as they were."""
+    rows, cols = slice(row, row + len(gradient)), slice(col, col + gradient.shape[1])
+    tensors = [state.fields.W, state.fields.m, state.fields.v]
+    before, none = [t[rows, cols].clone() for t in tensors], (gradient == 0).all(1, keepdim=True)
+    _step(state, gradient, row, col)
+    for tensor, old in zip(tensors, before, strict=True):
+        tensor[rows, cols] = torch.where(none, old, tensor[rows, cols])
+
+
 # name: (the check that must catch it, what is replaced, the bug)
 BREAKS = {
     "update-first": (check_input_gradient, "dx_then_update", lambda dx, update: (update(), dx())[::-1]),
@@ -2133,6 +2454,14 @@ BREAKS = {
     "rounded-gradient": (check_fidelity, "weight_gradient", lambda dY, X, out, add: out.copy_((dY.T @ X).bfloat16())),
     "all-gradients": (check_memory, "step_in_hook", _keep_gradients),
     "deaf": (check_misuse, "reused", lambda name: ""),
+    "local-rows": (check_classifier, "Sink", _LocalRows),
+    "decay-first": (check_classifier, "Sink", _DecayFirst),
+    "listed-rows-only": (check_embedding, "torch_step", _listed_rows_only),
+    "last-micro-batch": (check_stash, "State", _LastMicroBatch),
+    "norm-of-the-forged": (check_stash, "Forge", _NormOfTheForged),
+    "nan-is-fine": (check_stash, "all_finite", lambda tensors: True),
+    "ghost-of-each-token": (check_factors, "ghost_square", lambda dY, X: (
+        dY.double().square().sum(1) @ X.double().square().sum(1))),
 }
 if HAS_TRITON:
 
@@ -2351,7 +2680,8 @@ def measure_traffic(device, ledger, M=8192, K=8192):
 
 
 CHECKS = [check_exact, check_fidelity, check_input_gradient, check_rounding, check_shards, check_codes, check_linear]
-CHECKS += [check_telemetry, check_resume, check_misuse, check_memory]
+CHECKS += [check_telemetry, check_resume, check_misuse, check_memory, check_classifier, check_classifier_use]
+CHECKS += [check_embedding, check_stash, check_factors, check_classifier_memory]
 
 
 def body(device, ledger, args):
