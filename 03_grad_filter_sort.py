@@ -215,14 +215,15 @@ def places(N, candidates):
     return -(-math.ceil((1.5 * candidates + 32) * N) // 2**16) * 2**16
 
 
-def sparse_bytes(N, V, D, dtype, capacity):
-    """Bytes at the peak of loss and gradients beyond dE and dC, with the kernels."""
+def sparse_bytes(N, V, D, dtype, capacity, sink=False):
+    """Bytes at the peak of loss and gradients beyond dE and dC, with the kernels; with a sink there is no dC."""
     b, H = dtype.itemsize, head_size(V)
-    results, lists = b * (N + V) * D, 8 * capacity
+    results, lists = b * (N + (0 if sink else V)) * D, 8 * capacity
     surveyed = 4 * b * min(SAMPLE, N) * V
     forward = lists + min(SLAB, N * V // 8) + 2 * 4 * N * math.ceil(V / TILE_V)
-    head = lists + 4 * N * D + b * H * (N + 2 * D) + 4 * H * D  # the last: cuBLAS, which splits the sum for dC
-    column = ENTRY_BYTES * capacity + b * H * D
+    width = 4 if sink else b  # of the head's dC
+    head = lists + 4 * N * D + b * H * (N + D) + width * H * D + 4 * H * D  # the last: cuBLAS splits the sum for dC
+    column = ENTRY_BYTES * capacity + width * H * D
     return max(column, *(size - results for size in (surveyed, forward, head)))
 
 
@@ -502,7 +503,7 @@ def survey(E, C, x, counted, eps):
     dropped = dropped_part(p, head, target, eps, narrow)  # (R, V)
     m = eps * dropped.sum(1, dtype=sums)  # (R,)
     total = m.sum().clamp(min=1e-30)
-    lost, everything = times_rows(torch.cat((dropped, p.to(narrow))), C).split(len(rows))  # (R, D) each
+    lost, everything = times_rows(C, dropped, p.to(narrow)).split(len(rows))  # (R, D) each
     mean_tail = eps * lost.sum(0) / total  # (D,)
     left = (eps * lost - m.unsqueeze(1) * mean_tail).norm()
     of_target = C[target.squeeze(1).clamp(min=0)].where(target >= 0, 0.0)  # (R, D)
@@ -535,11 +536,12 @@ def dropped_part(p, head, target, eps, dtype):
     return dropped.scatter_(1, at, dropped.gather(1, at).where(target < 0, 0.0))
 
 
-def times_rows(A, C):
-    """A (R, V) @ C (V, D), summed in fp32 (fp64)."""
-    out = torch.zeros(A.shape[0], C.shape[1], dtype=product_dtypes(A)[0], device=A.device)
+def times_rows(C, *parts):
+    """Matrices (R, V), on top of each other, @ C (V, D), summed in fp32 (fp64)."""
+    sums, rows = product_dtypes(C)[0], sum(map(len, parts))
+    out = torch.zeros(rows, C.shape[1], dtype=sums, device=C.device)
     for start, stop in cce.pieces(C.shape[0], 2**16):
-        cce.add_to(out, A[:, start:stop], C[start:stop])
+        cce.add_to(out, torch.cat([part[:, start:stop] for part in parts]), C[start:stop])
     return out
 
 
@@ -547,7 +549,7 @@ def class_drift(dropped, m, e, eps):
     """Terms of the squared length of what the correction leaves of dC, which is the sum of g[n] d[n] x E[n] with d[n] =
     dropped - m[n] q, for pairs of rows (R, V), m (R,), e (R, D), but for their g. (2, R, R): (d . d') (E . E'); and, as
     q is known from a sample only, m m' (E . E') times the square of half the difference between its halves' q."""
-    K, alike, m = eps**2 * times_rows(dropped, dropped.T).double(), e.double() @ e.double().T, m.double()  # (R, R) each
+    K, alike, m = eps**2 * times_rows(dropped.T, dropped).double(), e.double() @ e.double().T, m.double()  # (R, R) each
     a, total = K.sum(0), m.sum().clamp(min=1e-30)  # a = total * (q . dropped)
     left = K - (torch.outer(m, a) + torch.outer(a, m)) / total + torch.outer(m, m) * a.sum() / total**2
     even = torch.arange(len(m), device=m.device) % 2 == 0
@@ -603,16 +605,16 @@ class Entries(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """A gradient of C as lists: of its row v, sum of values[i] * E[rows[i]] over i in begin[v] ... begin[v + 1], plus
-    prior[v] * lost_E, plus head[place[v]] where place[v] >= 0. None: no such terms; values None: all are 1.
+    """A gradient of C as lists: of its row v, sum of weights[i] * E[rows[i]] over i in begin[v] ... begin[v + 1], plus
+    prior[v] * lost_E, plus head[place[v]] where place[v] >= 0. None: no such terms; weights None: all are 1.
 
-    E (N, D), its stride; rows (entries,) int32, values (entries,), begin (V + 1,); prior (V,), lost_E (D,); head (H, D)
-    and place (V,)."""
+    E (N, D), its stride; rows (entries,) int32, weights (entries,), begin (V + 1,); prior (V,), lost_E (D,);
+    head (H, D), place (V,)."""
 
     E: torch.Tensor
     stride: int
     rows: torch.Tensor
-    values: torch.Tensor | None
+    weights: torch.Tensor | None
     begin: torch.Tensor
     prior: torch.Tensor | None = None
     lost_E: torch.Tensor | None = None
@@ -631,7 +633,7 @@ def columns_of(E, rows, classes, values, V, **others):
 
 @cce.without_autocast
 def write_columns(out, columns, top=0, unit=None, add=False, backend="torch"):
-    """out (R, D) = or += unit * rows top ... top + R of what Columns stand for; sums are in fp32 (fp64), in a fixed order."""
+    """out (R, D) = or += unit * rows top ... top + R of what Columns stand for. Fixed order of sums, in fp32 (fp64)."""
     unit = torch.ones((), device=out.device) if unit is None else unit
     if backend == "triton":
         options = column_options(out.shape[1])
@@ -691,7 +693,7 @@ def blocked_columns(c, top, bottom):
     """Rows top ... bottom of what Columns c stand for, in fp32 (fp64)."""
     begin, sums = c.begin[top : bottom + 1], product_dtypes(c.E)[0]
     rows = c.rows[begin[0] : begin[-1]].long()
-    values = torch.ones_like(rows, dtype=sums) if c.values is None else c.values[begin[0] : begin[-1]].to(sums)
+    values = torch.ones_like(rows, dtype=sums) if c.weights is None else c.weights[begin[0] : begin[-1]].to(sums)
     classes = torch.repeat_interleave(begin.diff())  # 0 as often as the first class lists a row, ...
     with torch.sparse.check_sparse_tensor_invariants(enable=False):  # said explicitly, or torch 2.11 warns
         at = torch.stack((classes, rows))
@@ -814,22 +816,22 @@ def column_tile(c, row, col, V, D, ROWS: tl.constexpr, COLS: tl.constexpr, ENTRI
         acc += prior[:, None] * tl.load(c.lost_E + cols, mask=inside, other=0.0)[None, :]
     if c.head is not None:  # 0 in the lists' classes
         place = tl.load(c.place + rows, mask=valid, other=-1).to(tl.int64)
-        at = c.head + place[:, None] * D + cols[None, :]
-        acc += tl.load(at, mask=(place >= 0)[:, None] & inside[None, :], other=0.0).to(tl.float32)
+        head_at = c.head + place[:, None] * D + cols[None, :]
+        acc += tl.load(head_at, mask=(place >= 0)[:, None] & inside[None, :], other=0.0).to(tl.float32)
     begin = tl.load(c.begin + rows, mask=valid, other=0)
     count = tl.load(c.begin + rows + 1, mask=valid, other=0) - begin
     for i in tl.range(0, tl.max(count, 0), ENTRIES, num_stages=STAGES):
         entry = i + tl.arange(0, ENTRIES)
         listed = entry[None, :] < count[:, None]  # (ROWS, ENTRIES)
-        place = begin[:, None] + entry[None, :]
-        n = tl.load(c.rows + place, mask=listed, other=0).to(tl.int64)
-        at = c.E + n[:, :, None] * c.stride + cols[None, None, :]
-        if c.values is not None:
-            g = tl.load(c.values + place, mask=listed, other=0.0)
-            e = tl.load(at, mask=(g != 0.0)[:, :, None] & inside[None, None, :], other=0.0).to(tl.float32)
+        spot = begin[:, None] + entry[None, :]
+        n = tl.load(c.rows + spot, mask=listed, other=0).to(tl.int64)
+        row_at = c.E + n[:, :, None] * c.stride + cols[None, None, :]
+        if c.weights is not None:
+            g = tl.load(c.weights + spot, mask=listed, other=0.0)
+            e = tl.load(row_at, mask=(g != 0.0)[:, :, None] & inside[None, None, :], other=0.0).to(tl.float32)
             acc += tl.sum(e * g[:, :, None], 1)
         else:
-            acc += tl.sum(tl.load(at, mask=listed[:, :, None] & inside[None, None, :], other=0.0).to(tl.float32), 1)
+            acc += tl.sum(tl.load(row_at, mask=listed[:, :, None] & inside[None, None, :], other=0.0).to(tl.float32), 1)
     return acc
 
 
@@ -898,10 +900,11 @@ def listed_row_pass(dE, E, C, x, lse, lse_head, g_softmax, g_target, mean_tail, 
 
 
 def column_options(D):
-    """Tiles of the column pass. Most classes list an entry or two: small tiles hide what a row waits for."""
+    """Tiles of the column pass: whole rows, as in the row pass."""
+    block = triton.next_power_of_2(D)
     if INTERPRETED:
-        return dict(ROWS=16, COLS=triton.next_power_of_2(D), ENTRIES=4, STAGES=1)
-    return dict(ROWS=4, COLS=256, ENTRIES=2, STAGES=3, num_warps=4)
+        return dict(ROWS=16, COLS=block, ENTRIES=4, STAGES=1)
+    return dict(ROWS=1, COLS=block, ENTRIES=2, STAGES=3, num_warps=max(2, block // 1024))
 
 
 # When to use it, and the gradient itself.
@@ -1058,7 +1061,7 @@ def errors_left(E, C, x, counted, g_softmax, weight, found, eps, dE, norm_C):
     p = probabilities(E[most], C)  # (R, V)
     dropped = dropped_part(p, found.head, x[most].unsqueeze(1), eps, product_dtypes(E)[1])  # (R, V)
     m = eps * dropped.sum(1, dtype=dE.dtype)  # (R,)
-    left = eps * times_rows(dropped, C) - m.unsqueeze(1) * found.mean_tail  # (R, D)
+    left = eps * times_rows(C, dropped) - m.unsqueeze(1) * found.mean_tail  # (R, D)
     left *= g_softmax[most].unsqueeze(1)
     residual = torch.maximum(found.residual, left.norm() / (g_softmax[most] * m).norm().clamp(min=1e-30))
     g, (pairs, doubt), share = g_softmax[found.rows].double(), found.drift, counted.sum() / len(found.rows)

@@ -250,6 +250,23 @@ class Plan(NamedTuple):
     bytes: int
 
 
+def classifier_bytes(N, V, D, gradient="exact", candidates=0, workspace=None, slab=SLAB):
+    """Bytes that forge_classifier holds at its peak on a GPU with bf16 operands, dE (2 N D) and the slab included. For
+    the sparse gradient: of a mean number of candidates a row."""
+    dE = 2 * N * D
+    rows = plan_rows(V, D, N, "master", "slab", slab).rows
+    if gradient == "sparse":
+        places = filtering.places(N, candidates)
+        return 4 * rows * D + dE + filtering.sparse_bytes(N, V, D, torch.bfloat16, places, sink=True)
+    block = cce.gradient_plan(N, V, D, "cuda", torch.bfloat16, workspace, tokens=False).block
+    return 4 * rows * D + 2 * dE + max(dE, 2 * N * whole_slabs(block, rows))
+
+
+def whole_slabs(block, rows):
+    """Columns of G to make at a time: a rest would take as long as a slab."""
+    return block if block < rows else block // rows * rows
+
+
 # Tokens up to which v3 was faster than v2, for matrices of 2 to 16 slabs of fp32, and of more (one H200; --table).
 FUSED_UP_TO = {"fp32": (1024, 1024), "master": (512, 1024), "bf16": (512, 1024), "int8": (0, 0)}
 
@@ -390,11 +407,13 @@ SLOTS = tl.constexpr(32)  # places for by-products, so that thousands of program
 # Elements of a program. It only moves bytes: small tiles, many programs. The interpreter: few programs.
 TILES = {
     "step": dict(BLOCK_M=4, BLOCK_K=256, num_warps=4),
+    "listed": dict(ROWS=1, COLS=256, ENTRIES=4, STAGES=2, num_warps=1),  # of bf16: a warp fetches a row at a time
     "16-bit": dict(BLOCK_N=64, BLOCK_M=64, BLOCK_K=128, PARTS=4, num_warps=4, num_stages=3),
     "32-bit": dict(BLOCK_N=32, BLOCK_M=64, BLOCK_K=128, PARTS=2, num_warps=8, num_stages=2),
 }
 if INTERPRETED:
     TILES["step"] = dict(BLOCK_M=64, BLOCK_K=256)
+    TILES["listed"] = dict(ROWS=16, COLS=256, ENTRIES=4, STAGES=1)
     TILES["16-bit"] = TILES["32-bit"] = dict(BLOCK_N=32, BLOCK_M=64, BLOCK_K=128, PARTS=2)
 
 
@@ -859,10 +878,9 @@ class State:
         """The step of all of W by 03's Columns: the gradient of each row is summed, and used, in registers. Needs
         Triton's kernels. ValueError as for step."""
         self.check_block(0, 0, self.weight.shape)
-        (M, K), options = self.weight.shape, filtering.column_options(self.weight.shape[1])
-        options |= dict(COLS=-(-options["COLS"] // GROUP) * GROUP)
-        grid = (triton.cdiv(M, options["ROWS"]) * triton.cdiv(K, options["COLS"]),)
-        listed_kernel[grid](columns, self.fields, M, K, **self.options(), **options)
+        (M, K), tiles = self.weight.shape, TILES["listed"]
+        grid = (triton.cdiv(M, tiles["ROWS"]) * triton.cdiv(K, tiles["COLS"]),)
+        listed_kernel[grid](columns, self.fields, M, K, **self.options(), **tiles)
         self.written()
 
     def check_block(self, row, col, shape):
@@ -999,7 +1017,7 @@ class Whole(NamedTuple):
 
 def tensors_of(factor):
     """The floating-point tensors of a factor, but for lists, whose unused ends hold anything."""
-    fields = factor.columns._replace(values=None) if isinstance(factor, Listed) else factor
+    fields = factor.columns._replace(weights=None) if isinstance(factor, Listed) else factor
     return [t for t in fields if isinstance(t, torch.Tensor) and t.is_floating_point()]
 
 
@@ -1008,9 +1026,14 @@ def factor_bytes(states):
     return sum({t.data_ptr(): t.nbytes for s in states for f in s.factors for t in tensors_of(f)}.values())
 
 
-def stash_bytes(inputs, outputs, tokens, itemsize=2):
-    """Predicted bytes of factors: widths of the distinct inputs and of the outputs of all layers."""
-    return itemsize * tokens * (sum(inputs) + sum(outputs))
+def stash_bytes(shapes, tokens, itemsize=2):
+    """Predicted bytes of the factors of weights (M, K); K = 0 where the input is another weight's, too."""
+    return itemsize * tokens * sum(map(sum, shapes))
+
+
+def crossover(shapes, itemsize=2, gradient=4):
+    """Tokens up to which factors of weights (M, K) take less than gradients of `gradient` bytes an element."""
+    return gradient * sum(M * K for M, K in shapes) / stash_bytes(shapes, 1, itemsize)
 
 
 def ghost_square(dY, X):
@@ -1437,10 +1460,7 @@ class Sink:
         self.state, self.use, self.seen, self.block = state, Use(), state.weight._version, None
 
     def align(self, block):
-        """Whole slabs in a slice: a rest would cost as much as a slab."""
-        rows = plan_rows(*self.state.weight.shape, 0, self.state.handle.layout, "slab", self.state.handle.slab_bytes,
-                         self.state.handle.gradient.itemsize).rows
-        self.block = block if block < rows else block // rows * rows
+        self.block = whole_slabs(block, self.state.handle.plan(self.state, None).rows)
         return self.block
 
     def begin(self):
@@ -2065,7 +2085,9 @@ def classifier_handle(C, layout, rung, backend, slab, rule=None, seed=0):
 
 def classifier_ways(device, dtype, D):
     """(gradient, rung, backend) that run on this device."""
-    ways = [("exact", "hook", "torch"), ("exact", "slab", "torch"), ("sparse", "slab", "torch")]
+    ways = [("exact", "hook", "torch"), ("exact", "slab", "torch")]
+    if torch.device(device).type == "cpu":  # cuSPARSE does not promise the same bits twice
+        ways.append(("sparse", "slab", "torch"))
     if "triton" in cce.backends(device):
         ways += [("exact", "slab", "triton"), ("exact", "fused", "triton")]
     if "triton" in filtering.filter_backends(device, dtype, D):
@@ -2308,7 +2330,7 @@ def check_factors(device="cpu", M=96, K=160):
                 state.keep(Product(dY[part], X[part]))
             held, whole = factor_bytes([state]), 4 * M * K
             base.require(held == min(2 * N * (M + K), whole), f"{N} tokens: {held} bytes are kept")
-            predicted = min(stash_bytes([K], [M], N), whole)
+            predicted = min(stash_bytes([(M, K)], N), whole)
             base.require(held == predicted, f"{N} tokens: {held} bytes are kept, {predicted} were predicted")
             state.merge()
             for factors in (state.factors, [*state.factors, Whole(torch.zeros(M, K, device=device))]):
@@ -2555,6 +2577,64 @@ def measure_gpt(ledger, tokens=16):
                            size * (1 + (name == "foreach")) / MIB, peak / MIB, band=(0.9, 1.1))
 
 
+def measure_classifier(ledger, N, V, D):
+    """One step of a classifier: loss, dE and AdamW, against 03's gradients and then the step."""
+    E, C, x = (t.detach() for t in cce.trained_problem(N, V, D, torch.bfloat16, "cuda"))
+    dC, logits, rows = 2 * V * D / MIB, 4 * N * V / MIB, []
+    print(f"\na classifier's step, N = {N}, V = {V}, D = {D}, bf16: loss, dE and AdamW. dC alone: {dC:,.0f} MiB; the "
+          f"logits in fp32: {logits:,.0f} MiB\n{'layout':<8}{'gradient':<9}{'MiB beyond weights and states':>30}"
+          f"{'03, then the step':>20}{'ms':>8}{'03, then the step':>20}{'03, then torch':>16}")
+    for layout in ("master", "int8"):
+        weight, handle = classifier_handle(C, layout, "auto", "triton", SLAB, AdamW(weight_decay=0.1))
+        state, e, stats = handle["weight"], E.clone().requires_grad_(), filtering.SparseStats()
+        if layout == "master":
+            theirs = nn.Parameter(C.float())
+            theirs.grad = torch.empty_like(theirs)
+            library = torch.optim.AdamW([theirs], lr=0.0, fused=True)
+        for gradient in ("exact", "sparse"):
+            count = dict(return_stats=stats) if gradient == "sparse" else {}
+
+            def fused(gradient=gradient, count=count, handle=handle, state=state, weight=weight, e=e):
+                e.grad = None
+                handle.arm(0.0, 1)  # a rate of 0: the same work, and the same problem each time
+                loss = forge_classifier(e, weight, x, state, gradient=gradient, **count)
+                (loss[0] if count else loss).backward()
+
+            def gradients(gradient=gradient, weight=weight, e=e):
+                return torch.autograd.grad(filtering.linear_cross_entropy(e, weight, x, gradient=gradient), (e, weight))
+
+            def unfused(handle=handle, state=state, gradients=gradients):
+                _, dC = gradients()
+                handle.arm(0.0, 1)
+                state.step(dC)
+
+            def with_library(gradients=gradients, theirs=theirs, library=library, weight=weight):
+                theirs.grad.copy_(gradients()[1])
+                library.step()
+                weight.data.copy_(theirs.detach())
+
+            times, peaks = [], []
+            for way in (fused, unfused, *([with_library] if layout == "master" else [])):
+                times.append(base.bench(way, "cuda", runs=9).median)
+                e.grad = None
+                peaks.append(base.peak_bytes(way, "cuda") / MIB)
+            fused()
+            sparse = stats.decision == "sparse" and count
+            held = handle.slab.nbytes / MIB
+            candidates = stats.measured[0].item() if sparse else 0
+            predicted = classifier_bytes(N, V, D, gradient, candidates) / MIB
+            print(f"{layout:<8}{gradient:<9}{peaks[0] + held:>30.0f}{peaks[1]:>20.0f}{times[0]:>8.1f}{times[1]:>20.1f}"
+                  + "".join(f"{time:>16.1f}" for time in times[2:]))
+            rows.append((layout, gradient, predicted, peaks[0] + held, times[0] / times[1]))
+        del weight, handle, state, e
+    for layout, gradient, predicted, measured, ratio in rows:
+        limit = 1.05 if gradient == "exact" else 1.0
+        name = f"{layout}, {gradient}"
+        ledger.row(f"{name}: beyond states", "classifier_bytes", predicted, measured, band=(0.85, 1.15))
+        ledger.row(f"{name}: at most", "dE + 330 MiB", 2 * N * D / MIB + 330, measured, band=(0, 1))
+        ledger.row(f"{name}: time", "03, then the step", 1.0, ratio, "x", band=(0, limit))
+
+
 def bench_graph(work, runs=5, target=10.0):
     """Median microseconds of each of the functions in `work`, replayed as one CUDA graph, which leaves no launch gaps:
     pass several with buffers of their own, so that nothing is in cache that would not be."""
@@ -2699,6 +2779,7 @@ def body(device, ledger, args):
     if compiled:
         measure_gpt(ledger)
         measure_traffic(device, ledger)
+        measure_classifier(ledger, *cce.gpu_shape())
         if args.table:
             speed_table(TABLE_SHAPES, TABLE_TOKENS)
         else:

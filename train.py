@@ -6,6 +6,7 @@
     python train.py --resume                     go on after Ctrl-C, SIGTERM or a power cut
     python train.py --steps 0 --resume --sample "def "                         only generate
     python train.py --data "data/*.bin" --val val.bin --vocab 50304            your own tokens
+    python train.py --dry-run --batch 64         three steps, nothing kept: does it fit, how fast is it, what takes room
 
 What it shows
     The model ends in embeddings E (N, D). Its loss goes through 02's cut cross-entropy, so the (N, V) logits of the
@@ -14,10 +15,11 @@ What it shows
     default where 03's kernels run); cce-exact: exact (the default elsewhere); cce-sparse: sparse wherever its entries
     fit; cce-filter: dE without the tiles that 03 would leave out (dC stays exact, a filtered one starves the rows of
     rare tokens); reference: of the materialised loss, for comparison.
-    --optimizer forge (04, the default of one process): the layers' weights are updated inside backward, so that their
-    gradients are never alive together; --states says in what precision weights and moments are kept. Embedding,
-    classifier and norms get an ordinary AdamW. Clipping, --accum and several processes need whole gradients: there
-    adamw is the default.
+    --optimizer forge-cce (04, the default of one process): every matrix is updated inside backward, the classifier in
+    the loss itself, so that no gradient of a matrix is ever there; forge: the layers' matrices alone, embedding and
+    classifier by an ordinary AdamW; adamw: everything by that. --states says in what precision forged weights and
+    moments are kept. Clipping and --accum need the sum of all gradients first: there adamw is the default, and forge
+    keeps what the gradients are products of, while that is smaller. Several processes sum gradients: adamw alone.
 
 What stays the same whatever the number of processes
     --batch counts the sequences of one optimizer step over ALL processes and micro-batches. Sequence i of step s is
@@ -283,6 +285,7 @@ LOSSES = {
     "reference": base.linear_cross_entropy_reference,
 }
 DECIDING = ("cce", "cce-sparse")  # have statistics of what they decided
+FORGED = {"cce": "auto", "cce-exact": "exact", "cce-sparse": "sparse"}  # losses whose classifier can be forged
 CANDIDATES = 32  # entries of the tail that a row lists, for the prediction of memory
 # What the cut losses may take on a GPU beyond dE and dC. A few per cent of a step's memory; with it the gradient goes
 # over tokens and saves a matrix pass. On a CPU (None) their blocks are as large as its cache.
@@ -291,13 +294,16 @@ LOSS_WORKSPACE = {"cuda": 1024 * MIB, "cpu": None}
 
 def loss_sum(model, x, y, args, stats):
     """Summed loss of the tokens y (B, T), predicted from x (B, T). stats: a SparseStats of 03, for the losses that
-    decide how to make their gradient."""
+    decide how to make their gradient. With --optimizer forge-cce, Optimizer has left the classifier's State in `head`,
+    and backward takes its step."""
     with torch.autocast(x.device.type, torch.bfloat16, enabled=args.dtype == "bf16"):
-        E = model(x)  # (B, T, D)
+        E, head, loss = model(x), getattr(model, "head", None), LOSSES[args.loss]  # (B, T, D)
         options = {} if args.loss == "reference" else dict(workspace=LOSS_WORKSPACE[x.device.type])
-        if args.loss in DECIDING:
-            return LOSSES[args.loss](E, model.classifier, y, reduction="sum", return_stats=stats, **options)[0]
-        return LOSSES[args.loss](E, model.classifier, y, reduction="sum", **options)
+        options |= dict(return_stats=stats) if args.loss in DECIDING else {}
+        if head is not None:
+            loss = functools.partial(forging.forge_classifier, state=head, gradient=FORGED[args.loss])
+        result = loss(E, model.classifier, y, reduction="sum", **options)
+        return result[0] if args.loss in DECIDING else result
 
 
 def cut_dtype(args):
@@ -309,7 +315,8 @@ def loss_plan(N, V, D, args, device):
     kernels = has_kernels(device)
     return cce.gradient_plan(
         N, V, D, device, cut_dtype(args), LOSS_WORKSPACE[device.type],
-        tokens=fetches(device, D, args) or not kernels, backend="triton" if kernels else "torch",
+        tokens=args.optimizer != "forge-cce" and (fetches(device, D, args) or not kernels),
+        backend="triton" if kernels else "torch",
     )
 
 
@@ -338,17 +345,26 @@ def micro_batch(data, step, micro, world, args, device):
     return x.to(device, non_blocking=True), y.to(device, non_blocking=True)
 
 
-def accumulate_gradients(model, data, step, world, args, device, stats):
+def allocated(device):
+    """Bytes of tensors alive on a GPU; NaN elsewhere."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else math.nan
+
+
+def accumulate_gradients(model, data, step, world, args, device, stats, alive):
     """Fill .grad with the gradient of the mean loss over the step's tokens, summed over micro-batches and processes.
 
     Each part divides its SUM by the tokens of the whole step, so parts add up whatever their size. Returns the part of
-    the mean loss that this process saw."""
-    total = torch.zeros((), device=device)
+    the mean loss that this process saw, and notes in `alive` the bytes before the first forward pass and after it, and
+    after the last backward pass."""
+    alive["before"], total = allocated(device), torch.zeros((), device=device)
     for micro in range(args.accum):
         loss = loss_sum(model, *micro_batch(data, step, micro, world, args, device), args, stats)
+        alive["forward"] = allocated(device) if micro == 0 else alive["forward"]
         loss = loss / (args.batch * args.seq)
         loss.backward()
         total += loss.detach()
+        del loss
+    alive["backward"] = allocated(device)
     all_reduce_gradients(model, world)
     return total
 
@@ -363,30 +379,44 @@ RULE = forging.AdamW(BETAS, 1e-8, WEIGHT_DECAY)
 
 class Optimizer:
     """AdamW for every parameter, decay on matrices only. With --optimizer forge the step of linear weights is 04's,
-    inside the backward pass that follows begin(); the others' is torch's, in finish()."""
+    inside the backward pass that follows begin(), with forge-cce also embedding's and classifier's; the others' is
+    torch's, in finish(). With --clip or --accum 04's steps, too, wait for finish()."""
 
     def __init__(self, model, args):
-        self.forged = forging.forge(model, RULE, args.states, seed=args.seed) if args.optimizer == "forge" else None
+        self.forged, model.head, self.everything = None, None, list(model.parameters())
+        if args.optimizer != "adamw":
+            whole = dict(embeddings=True, classifier="classifier") if args.optimizer == "forge-cce" else {}
+            self.forged = forging.forge(model, RULE, args.states, seed=args.seed, **whole)
+            model.head = self.forged["classifier"] if whole else None
         self.parameters = list(self.forged.ordinary.values() if self.forged else model.parameters())
         matrices, others = ([p for p in self.parameters if (p.dim() >= 2) == wanted] for wanted in (True, False))
         groups = [dict(params=matrices, weight_decay=WEIGHT_DECAY), dict(params=others, weight_decay=0.0)]
         self.ordinary = torch.optim.AdamW(groups, lr=args.lr, betas=BETAS, fused=True)  # one kernel, no temporaries
-        self.clip = args.clip or math.inf
+        self.clip, self.waits = args.clip, waits(args)
 
     def begin(self, step, lr):
         """What the backward passes that follow belong to: step 1, 2, ..."""
+        self.at = lr, step
         for group in self.ordinary.param_groups:
             group["lr"] = lr
-        if self.forged:
+        if self.forged and self.waits:
+            self.forged.stash()
+        elif self.forged:
             self.forged.arm(lr, step)
 
     def finish(self):
-        """The rest of the step, after all gradients; returns their norm, a tensor."""
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.clip)
-        self.ordinary.step()
+        """The rest of the step, after all gradients; returns their norm, a tensor. Forged steps that waited are not
+        taken, nor any other, if the norm (without --clip: a factor or a gradient) is not finite."""
+        taken = not (self.forged and self.waits) or self.forged.release(*self.at, self.clip, self.parameters)
+        if self.forged and self.waits and (self.clip or not taken):
+            norm = torch.tensor(self.forged.clipped_norm if self.clip else math.nan)
+        else:
+            norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.clip or math.inf)
+            if self.forged:
+                norm = torch.cat((self.forged.telemetry().gradient_norm, norm.double().view(1))).norm()
+        if taken:
+            self.ordinary.step()
         self.ordinary.zero_grad(set_to_none=True)
-        if self.forged:
-            norm = torch.cat((self.forged.telemetry().gradient_norm, norm.double().view(1))).norm()
         return norm
 
     def state_dict(self):
@@ -399,6 +429,11 @@ class Optimizer:
         self.ordinary.load_state_dict(dict(state=saved["ordinary"], param_groups=groups))
         if self.forged:
             self.forged.load_state_dict(saved["forged"])
+
+
+def waits(args):
+    """Whether forged steps wait for the end of all backward passes of a step."""
+    return args.optimizer != "adamw" and (args.clip > 0 or args.accum > 1)
 
 
 def learning_rate(step, args):
@@ -431,7 +466,8 @@ def generate(model, prompt, args, device):
     for _ in range(args.sample_tokens):
         x = torch.tensor([ids[-model.config.seq :]], device=device)  # (1, T)
         with torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bf16"):
-            logits = (model(x)[0, -1] @ model.classifier.T).float().cpu()  # (V,)
+            E = model(x)[0, -1]  # (D,)
+            logits = (E @ model.classifier.T.to(E.dtype)).float().cpu()  # (V,)
         best, index = (logits / max(args.temperature, 1e-6)).topk(min(args.top_k, len(logits)))
         ids.append(index[torch.multinomial(best.softmax(0), 1, generator=generator)].item())
     return ids
@@ -440,31 +476,58 @@ def generate(model, prompt, args, device):
 # ==== 3. Memory, before it is used ====================================================================================
 
 
+def layer_shapes(config):
+    """(M, K) of the linear layers."""
+    D = config.dim
+    return [(3 * D, D), (D, D), (4 * D, D), (D, 4 * D)] * config.layers
+
+
+def factor_sizes(config, tokens, args):
+    """Bytes of what forged weights hold until all of a step's tokens were seen: of the layers' factors, of the same as
+    gradients, of what is kept (for each weight the smaller), and that of embedding and classifier, if forged."""
+    size = 2 if args.dtype == "bf16" else 4
+    pairs = [(size * tokens * (M + K), 4 * M * K) for M, K in layer_shapes(config)]
+    table = 4 * config.vocab * config.dim
+    tables = min(4 * tokens * config.dim, table) + min(size * tokens * config.dim, table)
+    factors, gradients = (sum(column) for column in zip(*pairs, strict=True))
+    return factors, gradients, sum(map(min, pairs)), tables if args.optimizer == "forge-cce" else 0
+
+
 def predict_memory(config, batch, accum, args, device):
     """Bytes by category for one process that puts `batch` sequences through the model at a time, and their peak."""
     N, V, D = batch * config.seq, config.vocab, config.dim
-    cuda, autocast = device.type == "cuda", args.dtype == "bf16"
-    forged = 12 * config.layers * config.dim**2 if args.optimizer == "forge" else 0  # parameters of linear layers
+    cuda, autocast, both = device.type == "cuda", args.dtype == "bf16", args.optimizer == "forge-cce"
+    layers = 12 * config.layers * config.dim**2  # parameters of linear layers
+    forged = (layers if args.optimizer != "adamw" else 0) + (2 * V * D if both else 0)
     others = config.parameters() - forged
     weight, state = forging.LAYOUTS[args.states].weight.itemsize, forging.state_bytes(RULE, args.states)
+    # Of the forged weights' gradients one layer's is alive, or a slab of it, which is kept from step to step.
+    rung = "auto" if has_kernels(device) else "hook"
+    layer = max((forging.plan_update(*shape, N, args.states, rung).bytes for shape in layer_shapes(config)), default=0)
+    rows = forging.plan_rows(V, D, N, args.states, "slab")
+    layer = 0 if not forged else max(layer, rows.bytes) if both else layer
+    dtype = cut_dtype(args)
     if args.loss == "reference":
         loss = base.reference_bytes(N, V, D, 4)
     else:
-        dtype = cut_dtype(args)
-        beyond = loss_plan(N, V, D, args, device).beyond
+        plan, beyond = loss_plan(N, V, D, args, device), 0
         if args.loss == "cce-filter":
             beyond = filtering.filter_bytes(N, V, D, device, dtype, LOSS_WORKSPACE[device.type], "dE")
         if args.loss == "cce-sparse":  # a fresh model lists too much and begins with the exact gradient, as with cce
-            beyond = max(beyond, filtering.sparse_bytes(N, V, D, dtype, filtering.places(N, CANDIDATES)))
-        loss = dtype.itemsize * (N + V) * D + beyond + (2 * (N + V) * D if autocast else 0)  # and E, C in bf16
-    # Of the forged weights' gradients one layer's is alive, or a slab of it, which is kept from step to step.
-    rung = "auto" if has_kernels(device) else "hook"
-    layer = forging.plan_update(4 * D, D, N, args.states, rung).bytes if forged else 0
+            places = filtering.places(N, CANDIDATES)
+            beyond = filtering.sparse_bytes(N, V, D, dtype, places, sink=both)
+        beyond = max(beyond, plan.beyond)
+        results = dtype.itemsize * (N + (0 if both else V)) * D
+        copies = 2 * (N + (V if weight == 4 or not both else 0)) * D if autocast else 0  # E, C in bf16
+        loss = results + beyond + copies
     parts = dict(parameters=4 * others + weight * forged, gradients=4 * others + layer)
     parts |= dict(optimizer=8 * others + state * forged)
     # Autocast keeps a 16-bit copy of each weight from forward to backward; of a forged one it is made twice instead.
-    activations = base.activation_bytes(config, N, autocast, fused_norm=cuda) - (2 * forged if autocast else 0)
+    copies = 2 * layers if autocast and args.optimizer != "adamw" else 0
+    activations = base.activation_bytes(config, N, autocast, fused_norm=cuda) - copies
     parts |= dict(activations=activations, loss=loss)
+    kept = sum(factor_sizes(config, N * accum, args)[2:]) if waits(args) else 0
+    parts["gradients"] += kept
     # The peak is either in the loss's backward, where activations are complete and gradients (unless micro-batches
     # before it left theirs) are not there yet, or at the end of backward, with all gradients and no activations.
     early = activations + loss + (parts["gradients"] if accum > 1 else layer if rung == "auto" else 0)
@@ -657,8 +720,17 @@ def describe_run(config, data, world, args, device, start):
         f"{args.heads} heads, vocabulary {config.vocab}, {config.flops_per_token() / 1e6:.1f} MFLOP a token"
     )
     yield f"        {args.dtype} ({args.why_dtype}), loss {args.loss} ({args.why_loss}{how.get(args.loss, '')})"
-    forged = {"forge": f", 04's step inside backward for the layers' weights, states in {args.states}", "adamw": ""}
+    forged = {"forge": f", 04's step inside backward for the layers' matrices, states in {args.states}", "adamw": "",
+              "forge-cce": f", 04's step inside backward for all matrices, states in {args.states}"}
     yield f"        optimizer {args.optimizer} ({args.why_optimizer}){forged[args.optimizer]}"
+    if waits(args):
+        mine = tokens // world.size
+        factors, gradients, _, _ = factor_sizes(config, mine, args)
+        enough = forging.crossover(layer_shapes(config), 2 if args.dtype == "bf16" else 4)
+        yield f"        a step's factors {factors / MIB:,.0f} MiB, gradients {gradients / MIB:,.0f} MiB (layers): " + (
+            f"factors are kept, the smaller up to {enough:,.0f} tokens" if mine <= enough else
+            f"beyond {enough:,.0f} tokens gradients are kept: --optimizer adamw does that in fewer passes"
+        )
     yield f"step    {tokens:,} tokens = {args.batch} sequences of {args.seq} = " + (
         f"{world.size} process(es) x {args.accum} micro-batch(es) x {micro}"
     )
@@ -704,7 +776,7 @@ def run(args):
         data = load_data(args, packages=device.type == "cuda")
         with StopSignal() as stop:
             status = train(model, optimizer, data, config, world, args, device, start, stop)
-    if status == 0 and world.main and args.sample:
+    if status == 0 and world.main and args.sample and not args.dry_run:
         ids = generate(model, encode(args.sample, args.tokens), args, device)
         untrained = "" if args.steps or args.resume else ", from random weights (no --resume)"
         print(f"\nsample  temperature {args.temperature:g}, top {args.top_k}{untrained}\n{decode(ids, args.tokens)}")
@@ -714,7 +786,7 @@ def run(args):
 
 def train(model, optimizer, data, config, world, args, device, start, stop):
     """Steps start ... --steps; 0, 1 on a non-finite loss, 128 + signal when asked to stop."""
-    if start == 0 and world.main:
+    if start == 0 and world.main and not args.dry_run:
         set_aside(args.out)
     log = Log(args, world.main, start)
     for text in describe_run(config, data, world, args, device, start):
@@ -741,13 +813,14 @@ def train(model, optimizer, data, config, world, args, device, start, stop):
 
     def save(step):
         nonlocal saved
-        if saved != step:
+        if saved != step and not args.dry_run:
             if world.main:
                 save_checkpoint(args.out, step, model, optimizer, args, data)
             saved = step
             world.barrier()
 
-    if start == 0:
+    alive = {}  # bytes at some points of the last step
+    if start == 0 and not args.dry_run:
         validation(0)
     if start >= args.steps:
         log.say(f"nothing to do: {args.out} is at step {start} of {args.steps}: raise --steps to go on")
@@ -756,7 +829,7 @@ def train(model, optimizer, data, config, world, args, device, start, stop):
         lr = learning_rate(step, args)
         optimizer.begin(step + 1, lr)
         before = stats.calls, stats.sparse
-        loss = accumulate_gradients(model, data, step, world, args, device, stats)
+        loss = accumulate_gradients(model, data, step, world, args, device, stats, alive)
         norm = optimizer.finish()
         totals = torch.stack((loss.double(), torch.tensor(float(stop.number), dtype=torch.float64, device=device)))
         world.sum(totals)  # the loss over all processes, and whether any of them was told to stop
@@ -787,27 +860,48 @@ def train(model, optimizer, data, config, world, args, device, start, stop):
         if stats.decision not in told and args.loss in DECIDING:
             told.add(stats.decision)
             log.say(f"step {done}: gradient of the loss {stats.decision}: {stats.reason}")
-        evaluate = done == args.steps or args.eval_every and done % args.eval_every == 0
+        evaluate = not args.dry_run and done == args.steps or args.eval_every and done % args.eval_every == 0
         keep = done == args.steps or args.save_every and done % args.save_every == 0
         if (stopped or keep) and not all(p.isfinite().all() for p in model.parameters()):
             return diverged(done, "the update left weights that are not finite")
         if stopped:
             save(done)
-            log.say(f"stopped after step {done}; go on with: {resume_command(args, world)}")
+            go_on = "" if args.dry_run else f"; go on with: {resume_command(args, world)}"
+            log.say(f"stopped after step {done}{go_on}")
             return 128 + (stop.number or signal.SIGTERM)
         if evaluate and not math.isfinite(loss := validation(done)):
             return diverged(done, f"validation loss {loss}")
         if keep:
             save(done)
-    if start < args.steps:
+    if args.dry_run:
+        for text in compare_memory(config, optimizer, alive, world, args, device):
+            log.say(text)
+    elif start < args.steps:
         log.say(f"saved   {args.out}, step {args.steps}")
     return 0
 
 
+def compare_memory(config, optimizer, alive, world, args, device):
+    """Lines: predicted and measured MiB by category, after some steps."""
+    parts, peak = predict_memory(config, args.batch // (world.size * args.accum), args.accum, args, device)
+    weights = sum(p.nbytes for p in optimizer.everything)
+    slab = optimizer.forged.slab.nbytes if optimizer.forged else 0
+    measured = dict(
+        parameters=weights, gradients=alive["backward"] - alive["before"] + slab,
+        optimizer=alive["before"] - weights - slab, activations=alive["forward"] - alive["before"],
+    )
+    top = used_peak_mib(device) * MIB if device.type == "cuda" else math.nan
+    measured["loss"] = top - alive["forward"]
+    yield f"{'MiB':<12}{'predicted':>11}{'measured':>13}"
+    for name, size in (parts | dict(peak=peak)).items():
+        seen = (measured | dict(peak=top))[name]
+        yield f"{name:<12}{size / MIB:>11,.0f}{'needs a GPU' if math.isnan(seen) else f'{seen / MIB:,.0f}':>13}"
+
+
 # ==== 6. The command line =============================================================================================
 
-NOT_SAVED = ("resume", "out", "sample", "gpus", "device", "log", "checkpoint", "start", "data_digest", "torchrun",
-             "why_dtype", "why_loss", "why_optimizer")
+NOT_SAVED = ("resume", "dry_run", "out", "sample", "gpus", "device", "log", "checkpoint", "start", "data_digest",
+             "torchrun", "why_dtype", "why_loss", "why_optimizer")
 
 
 class Parser(argparse.ArgumentParser):
@@ -824,10 +918,11 @@ def make_parser():
         add(f"--{name}", type=int, help=f"{what}from the preset")
     add("--accum", type=int, default=1, help="micro-batches a step")
     add("--lr", type=float, help="peak learning rate (from the preset)")
-    add("--optimizer", choices=("forge", "adamw"),
-        help="step inside backward, or after it (forge with one process, no --accum and no --clip)")
+    add("--optimizer", choices=("forge-cce", "forge", "adamw"),
+        help="step inside backward: of all matrices; of the layers'; or after it (forge-cce with one process, unless "
+             "--accum or --clip need gradients)")
     add("--states", choices=list(forging.LAYOUTS), help="of forged weights: fp32; bf16 with fp32 master; bf16; int8")
-    add("--clip", type=float, help="largest gradient norm; 0: do not clip (1.0 with adamw, 0 with forge)")
+    add("--clip", type=float, help="largest gradient norm; 0: do not clip (1.0 with adamw, 0 otherwise)")
     add("--dtype", choices=("bf16", "fp32"), help="of the matrix products (bf16 where the GPU has it, else fp32)")
     add("--loss", choices=list(LOSSES),
         help="gradient of the loss: sparse while that is close, else exact; exact; dE filtered; sparse; through logits")
@@ -844,6 +939,7 @@ def make_parser():
     add("--save-every", type=int, default=100, help="steps between checkpoints; 0: at the end only (100)")
     add("--eval-every", type=int, default=0, help="steps between validations; 0: first and last only (0)")
     add("--log-every", type=int, default=10, help="steps between lines when not on a terminal (10)")
+    add("--dry-run", action="store_true", help="3 steps (or --steps), nothing written; then memory by category")
     add("--log", metavar="FILE", help="JSON lines, one object a step and a validation")
     add("--sample", help="prompt to go on from at the end (text tokens only; default 'def ')")
     add("--sample-tokens", type=int, default=200, help="tokens to generate (200)")
@@ -883,6 +979,7 @@ def parse(argv):
     if args.tokens and not (args.resume or has_text(args)):
         raise ValueError(f"--tokens {args.tokens}: says how text is cut, but {args.data} holds tokens: drop the flag")
     args.preset = args.preset or ("gpt2-small" if args.device == "cuda" else "cpu")
+    args.steps = 3 if args.dry_run and args.steps is None else args.steps
     for name, value in PRESETS[args.preset].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
@@ -893,8 +990,11 @@ def parse(argv):
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} {value}: must be at least 1")
     processes = int(os.environ.get("WORLD_SIZE", 1)) if args.torchrun else args.gpus
+    args.dtype, args.why_dtype = choose_dtype(args)
+    if args.loss is None:  # the sparse gradient's kernels need Hopper; elsewhere there is nothing to decide
+        args.loss = "cce" if fetches(torch.device(args.device), args.dim, args) else "cce-exact"
     args.optimizer, args.why_optimizer = choose_optimizer(args, processes)
-    args.clip = (0.0 if args.optimizer == "forge" else 1.0) if args.clip is None else args.clip
+    args.clip = (1.0 if args.optimizer == "adamw" else 0.0) if args.clip is None else args.clip
     args.states = args.states or "fp32"
     for name in ("steps", "save_every", "eval_every", "clip", "lr", "temperature", "sample_tokens", "seed"):
         if not 0 <= getattr(args, name) < 2**63:
@@ -913,9 +1013,6 @@ def parse(argv):
         raise ValueError(f"--sample {args.sample!r}: a token is outside the vocabulary of {args.vocab}: use another")
     if not args.steps and not args.sample:
         raise ValueError("--steps 0: nothing to train, and no text to sample: raise --steps")
-    args.dtype, args.why_dtype = choose_dtype(args)
-    if args.loss is None:  # the sparse gradient's kernels need Hopper; elsewhere there is nothing to decide
-        args.loss = "cce" if fetches(torch.device(args.device), args.dim, args) else "cce-exact"
     args.why_loss = "materialised logits"
     if args.loss != "reference":
         args.why_loss = "blocked PyTorch" if args.device == "cpu" or base.INTERPRETED else "Triton kernels"
@@ -925,23 +1022,27 @@ def parse(argv):
 
 
 def choose_optimizer(args, processes):
-    """(optimizer, reason): forge unless something needs whole gradients; ValueError where it was asked for then."""
-    needs = ""
-    if processes > 1:
-        needs = f"{processes} processes, which sum their gradients: use one"
-    elif args.accum > 1:
-        needs = f"--accum {args.accum}, which sums gradients over micro-batches: drop it, or use a smaller --batch"
-    elif args.clip:
-        needs = f"--clip {args.clip:g}, which needs the norm of all gradients first: drop it"
-    what, _, way_out = needs.partition(": ")
-    if args.optimizer == "forge" and needs:
-        raise ValueError(f"--optimizer forge with {what}: {way_out}, or use --optimizer adamw")
-    if args.states not in (None, "fp32") and (needs or args.optimizer == "adamw"):
-        why = f", not with {what}: {way_out}" if needs else ": drop --optimizer adamw"
-        raise ValueError(f"--states {args.states} goes with --optimizer forge{why}")
+    """(optimizer, reason): forge-cce unless something needs gradients; ValueError for what cannot be together."""
+    narrow = args.states not in (None, "fp32")
+    asked = f"--optimizer {args.optimizer}" if args.optimizer else f"--states {args.states}"
+    forging_asked = args.optimizer in ("forge", "forge-cce") or args.optimizer is None and narrow
+    if narrow and args.optimizer == "adamw":
+        raise ValueError(f"--states {args.states} goes with --optimizer forge-cce or forge: drop --optimizer adamw")
+    if processes > 1 and forging_asked:
+        way_out = "use one" + (", or --optimizer adamw" if args.optimizer else ", or drop --states")
+        raise ValueError(f"{asked} with {processes} processes, which sum their gradients: {way_out}")
+    if args.optimizer == "forge-cce" and args.loss not in FORGED:
+        raise ValueError(f"--optimizer forge-cce with --loss {args.loss}: it takes {', '.join(FORGED)}: use forge")
     if args.optimizer:
         return args.optimizer, "as asked, or in the checkpoint"
-    return ("adamw", what) if needs else ("forge", "one process, no clipping, no accumulation")
+    name = "forge-cce" if args.loss in FORGED else "forge"
+    if forging_asked:
+        return name, f"for {asked}"
+    for needs, reason in ((processes > 1, f"{processes} processes"), (args.accum > 1, f"--accum {args.accum}"),
+                          (args.clip, f"--clip {args.clip}")):
+        if needs:
+            return "adamw", f"{reason}, which needs the sum of all gradients first"
+    return name, "one process, no clipping, no accumulation"
 
 
 def choose_dtype(args):
@@ -988,7 +1089,7 @@ def guarded(function, *args):
 
 def launch(argv):
     args = parse(argv)
-    if args.steps:
+    if args.steps and not args.dry_run:
         Path(args.out).mkdir(parents=True, exist_ok=True)  # fails now rather than when there is something to lose
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
