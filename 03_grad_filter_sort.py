@@ -219,7 +219,7 @@ def sparse_bytes(N, V, D, dtype, capacity, sink=False):
     """Bytes at the peak of loss and gradients beyond dE and dC, with the kernels; with a sink there is no dC."""
     b, H = dtype.itemsize, head_size(V)
     results, lists = b * (N + (0 if sink else V)) * D, 8 * capacity
-    surveyed = 4 * b * min(SAMPLE, N) * V
+    surveyed = 5 * b * min(SAMPLE, N) * V // 2  # p, what is dropped of it, and pieces of both on top of each other
     forward = lists + min(SLAB, N * V // 8) + 2 * 4 * N * math.ceil(V / TILE_V)
     width = 4 if sink else b  # of the head's dC
     head = lists + 4 * N * D + b * H * (N + D) + width * H * D + 4 * H * D  # the last: cuBLAS splits the sum for dC
@@ -328,8 +328,11 @@ class FilterStats:
 # ==== 5. Kernels: make the listed tiles of G, multiply with the listed tiles ==========================================
 
 PRODUCT = dict(BLOCK_M=128, BLOCK_W=128, BLOCK_K=64, num_warps=4, num_stages=3)  # two programs fit a multiprocessor
+# Of the column pass: most classes list an entry or two. One warp, whose threads fetch 16 bytes each of a row of E.
+COLUMNS = dict(ROWS=1, COLS=256, ENTRIES=4, num_warps=1)
 if INTERPRETED:
     PRODUCT = dict(BLOCK_M=32, BLOCK_W=32, BLOCK_K=32)
+    COLUMNS = dict(ROWS=32, COLS=256, ENTRIES=1)
 
 fetched_logits, tile_softmax, tile_gradient, dot = cce.fetched_logits, cce.tile_softmax, cce.tile_gradient, cce.dot
 next_tile, mask_tail, exponentials, LOG2E = cce.next_tile, cce.mask_tail, cce.exponentials, cce.LOG2E
@@ -499,7 +502,7 @@ def survey(E, C, x, counted, eps):
     head = torch.sort(p.mean(0, dtype=sums), descending=True, stable=True).indices[: head_size(V)].sort().values
     p_head, p_target = p[:, head], p.gather(1, target.clamp(min=0)).where(target >= 0, 0.0)  # (R, H), (R, 1)
     bound = eps * torch.maximum(p_head.sum(1, keepdim=True), p_target)  # (R, 1)
-    candidates = (p > bound).sum(1) - (p_head > bound).sum(1)  # (R,)
+    candidates = count_above(p, bound) - count_above(p_head, bound)  # (R,)
     dropped = dropped_part(p, head, target, eps, narrow)  # (R, V)
     m = eps * dropped.sum(1, dtype=sums)  # (R,)
     total = m.sum().clamp(min=1e-30)
@@ -513,6 +516,11 @@ def survey(E, C, x, counted, eps):
         class_drift(dropped, m, e, eps),
         torch.stack((candidates.to(sums).mean(), m.mean(), error, torch.zeros_like(error))),
     )
+
+
+def count_above(p, bound):
+    """How many of each row of p (R, V) are above bound (R, 1), in pieces: torch adds bools as int64."""
+    return sum((p[:, start:stop] > bound).sum(1) for start, stop in cce.pieces(p.shape[1], 2**16))
 
 
 def sample_rows(counted):
@@ -636,10 +644,9 @@ def write_columns(out, columns, top=0, unit=None, add=False, backend="torch"):
     """out (R, D) = or += unit * rows top ... top + R of what Columns stand for. Fixed order of sums, in fp32 (fp64)."""
     unit = torch.ones((), device=out.device) if unit is None else unit
     if backend == "triton":
-        options = column_options(out.shape[1])
-        programs = triton.cdiv(len(out), options["ROWS"]) * triton.cdiv(out.shape[1], options["COLS"])
+        programs = triton.cdiv(len(out), COLUMNS["ROWS"]) * triton.cdiv(out.shape[1], COLUMNS["COLS"])
         columns_kernel[(programs,)](
-            out, columns, top, top + len(out), out.shape[1], out.stride(0), unit, ADD=add, **options
+            out, columns, top, top + len(out), out.shape[1], out.stride(0), unit, ADD=add, **COLUMNS
         )
         return
     for start, stop in cce.pieces(len(out), max(1, cce.CPU_BLOCK // out.shape[1])):
@@ -806,7 +813,7 @@ def row_pass_kernel(
 
 
 @triton.jit
-def column_tile(c, row, col, V, D, ROWS: tl.constexpr, COLS: tl.constexpr, ENTRIES: tl.constexpr, STAGES: tl.constexpr):
+def column_tile(c, row, col, V, D, ROWS: tl.constexpr, COLS: tl.constexpr, ENTRIES: tl.constexpr):
     """The tile (ROWS, COLS) at (row, col) of what Columns c stand for, (V, D), in fp32."""
     rows, cols = row + tl.arange(0, ROWS), col + tl.arange(0, COLS)
     valid, inside = rows < V, cols < D
@@ -820,30 +827,27 @@ def column_tile(c, row, col, V, D, ROWS: tl.constexpr, COLS: tl.constexpr, ENTRI
         acc += tl.load(head_at, mask=(place >= 0)[:, None] & inside[None, :], other=0.0).to(tl.float32)
     begin = tl.load(c.begin + rows, mask=valid, other=0)
     count = tl.load(c.begin + rows + 1, mask=valid, other=0) - begin
-    for i in tl.range(0, tl.max(count, 0), ENTRIES, num_stages=STAGES):
-        entry = i + tl.arange(0, ENTRIES)
-        listed = entry[None, :] < count[:, None]  # (ROWS, ENTRIES)
-        spot = begin[:, None] + entry[None, :]
-        n = tl.load(c.rows + spot, mask=listed, other=0).to(tl.int64)
-        row_at = c.E + n[:, :, None] * c.stride + cols[None, None, :]
-        if c.weights is not None:
-            g = tl.load(c.weights + spot, mask=listed, other=0.0)
-            e = tl.load(row_at, mask=(g != 0.0)[:, :, None] & inside[None, None, :], other=0.0).to(tl.float32)
-            acc += tl.sum(e * g[:, :, None], 1)
-        else:
-            acc += tl.sum(tl.load(row_at, mask=listed[:, :, None] & inside[None, None, :], other=0.0).to(tl.float32), 1)
+    for i in range(0, tl.max(count, 0), ENTRIES):
+        for j in tl.static_range(ENTRIES):  # their rows of E are fetched together
+            listed = i + j < count  # (ROWS,)
+            n = tl.load(c.rows + begin + i + j, mask=listed, other=0).to(tl.int64)
+            e_at = c.E + n[:, None] * c.stride + cols[None, :]
+            e = tl.load(e_at, mask=listed[:, None] & inside[None, :], other=0.0).to(tl.float32)
+            if c.weights is not None:
+                e = e * tl.load(c.weights + begin + i + j, mask=listed, other=0.0)[:, None]
+            acc += e
     return acc
 
 
 @triton.jit
 def columns_kernel(
     out, c, top, bottom, D, stride, unit, ADD: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-    ENTRIES: tl.constexpr, STAGES: tl.constexpr,
+    ENTRIES: tl.constexpr,
 ):
     """Rows top ... bottom of what Columns c stand for, times unit, written or added to out (bottom - top, D)."""
     across = tl.cdiv(D, COLS)
     row, col = tl.program_id(0) // across * ROWS, tl.program_id(0) % across * COLS
-    acc = column_tile(c, top + row, col, bottom, D, ROWS, COLS, ENTRIES, STAGES) * tl.load(unit)
+    acc = column_tile(c, top + row, col, bottom, D, ROWS, COLS, ENTRIES) * tl.load(unit)
     rows, cols = row + tl.arange(0, ROWS), col + tl.arange(0, COLS)
     at = out + rows.to(tl.int64)[:, None] * stride + cols[None, :]
     inside = (top + rows < bottom)[:, None] & (cols < D)[None, :]
@@ -897,14 +901,6 @@ def listed_row_pass(dE, E, C, x, lse, lse_head, g_softmax, g_target, mean_tail, 
         values, m, N, D, E.stride(0), C.stride(0), len(entries.first), len(values), eps, **pass_options(D),
     )
     return values, m
-
-
-def column_options(D):
-    """Tiles of the column pass: whole rows, as in the row pass."""
-    block = triton.next_power_of_2(D)
-    if INTERPRETED:
-        return dict(ROWS=16, COLS=block, ENTRIES=4, STAGES=1)
-    return dict(ROWS=1, COLS=block, ENTRIES=2, STAGES=3, num_warps=max(2, block // 1024))
 
 
 # When to use it, and the gradient itself.
