@@ -430,11 +430,24 @@ def test_spawn_ends_the_others_when_one_fails():
 # ==== 04: the step inside backward ====================================================================================
 
 
-@pytest.mark.parametrize("check", [  # these two: on more shapes below
-    check for check in forging.CHECKS if check not in (forging.check_exact, forging.check_shards)
-], ids=lambda check: check.__name__)
+ON_MORE_SHAPES = (forging.check_exact, forging.check_shards, forging.check_classifier, forging.check_stash)
+
+
+@pytest.mark.parametrize("check", [check for check in forging.CHECKS if check not in ON_MORE_SHAPES],
+                         ids=lambda check: check.__name__)
 def test_forge(check):
     check(DEVICE)
+
+
+@pytest.mark.parametrize("N, V, D, layouts, softcap", [
+    (33, 270, 24, ("fp32", "bf16"), None), (40, 600, 136, ("master",), None), (20, 300, 16, ("fp32",), 5.0),
+])
+def test_forged_classifier_of_more_shapes(N, V, D, layouts, softcap):
+    forging.check_classifier(DEVICE, N, V, D, layouts, softcap)
+
+
+def test_stash_of_more_shapes():
+    forging.check_stash(DEVICE, sizes=(3, 50), V=130, D=24)
 
 
 @pytest.mark.parametrize("dtype, M, K, N", [
@@ -658,7 +671,7 @@ def long_run(text, tmp_path):
     return [*TINY, "--data", text, "--preset", "cpu", "--out", out, "--steps", 10**5, "--log-every", 1]
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "forge"])
+@pytest.mark.parametrize("optimizer", ["adamw", "forge-cce"])
 def test_killed_run_resumes_bitwise(tiny, long_run, tmp_path, optimizer):
     """SIGKILL at a random step; the resumed run ends with the weights of one that was never touched."""
     exact = ["--deterministic"] if base.HAS_CUDA else []
@@ -679,7 +692,7 @@ train.main({[str(flag) for flag in (*long_run, *schedule)]})
     assert same(weights(tmp_path / "killed"), whole)
     load = torch.optim.AdamW.load_state_dict
     with pytest.MonkeyPatch.context() as patch:  # the twin: resume forgets the optimizer's moments
-        if optimizer == "forge":
+        if optimizer == "forge-cce":
             patch.setattr(forging.Forge, "load_state_dict", lambda self, state: None)
         else:
             patch.setattr(torch.optim.AdamW, "load_state_dict", lambda self, state: load(self, state | {"state": {}}))
@@ -702,26 +715,66 @@ def test_stopped_run_saves_and_says_how_to_go_on(long_run, tmp_path, number, fla
     assert train.main(["--resume", "--out", str(tmp_path / "killed"), "--steps", str(record["step"] + 2)]) == 0
 
 
-@pytest.mark.parametrize("states", forging.LAYOUTS)
+@pytest.mark.parametrize("states", [*forging.LAYOUTS, "fp32 --optimizer forge", "int8 --clip 0.5 --accum 2"])
 def test_stopped_forge_resumes_bitwise(tiny, states):
-    flags = ["--states", states, *(["--deterministic"] if base.HAS_CUDA else [])]
+    states, *more = states.split()
+    flags = ["--states", states, *more, *(["--deterministic"] if base.HAS_CUDA else [])]
     whole = tiny(*flags, "--steps", 8, out="whole")[2]
     tiny(*flags, "--steps", 8, "--save-every", 3, out="parts")
     os.remove(train.checkpoint_files(tiny.folder / "parts")[0])  # the last one: go on from step 6
-    status, _, resumed = tiny("--resume", *flags[2:], "--steps", 8, out="parts")
+    status, _, resumed = tiny("--resume", *(["--deterministic"] if base.HAS_CUDA else []), "--steps", 8, out="parts")
     assert status == 0 and same(whole, resumed)
 
 
-def test_forge_trains_like_adamw(tiny):
+@pytest.mark.parametrize("name", ["forge", "forge-cce"])
+def test_forge_trains_like_adamw(tiny, name):
     """300 steps from one seed: the same losses. The twin trains without decay and must be told apart."""
     flags = ["--steps", 300, "--clip", 0]
-    adamw, forge = (tiny(*flags, "--optimizer", name, out=name) for name in ("adamw", "forge"))
+    adamw, forge = (tiny(*flags, "--optimizer", optimizer, out=optimizer) for optimizer in ("adamw", name))
     assert len(losses(forge[1])) == 300 and losses(forge[1]) == pytest.approx(losses(adamw[1]), abs=1e-4)
     assert norms(forge[1]) == pytest.approx(norms(adamw[1]), rel=1e-2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "RULE", forging.AdamW(train.BETAS, 1e-8, 0.0))
-        twin = tiny(*flags, out="twin")
+        twin = tiny(*flags, "--optimizer", name, out="twin")
     assert losses(twin[1]) != pytest.approx(losses(adamw[1]), abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["forge", "forge-cce"])
+@pytest.mark.parametrize("size", [[], ["--batch", 4, "--seq", 4]], ids=["gradients are kept", "factors are kept"])
+def test_forge_clips_and_accumulates_like_adamw(tiny, name, size):
+    """Norms that change from step to step and are cut hard: AdamW does notice. The twin does not clip."""
+    flags = ["--steps", 40, "--clip", 0.02, "--accum", 2, *size]
+    adamw, forge = (tiny(*flags, "--optimizer", optimizer, out=optimizer) for optimizer in ("adamw", name))
+    assert losses(forge[1]) == pytest.approx(losses(adamw[1]), abs=1e-4)
+    assert norms(forge[1]) == pytest.approx(norms(adamw[1]), rel=1e-3)
+    release = forging.Forge.release
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forging.Forge, "release", lambda self, *step_clip_others: release(
+            self, *step_clip_others[:2], 1e9, step_clip_others[3]))
+        twin = tiny(*flags, "--optimizer", name, out="twin")
+    assert losses(twin[1]) != pytest.approx(losses(adamw[1]), abs=1e-4)
+
+
+def test_a_micro_batch_of_nan_changes_nothing(tiny, monkeypatch, capsys):
+    """While factors wait, the step of a bad micro-batch is not taken: the weights are those that were saved before."""
+    real, models = train.loss_sum, []
+
+    def poisoned(model, *rest):
+        models.extend([model] * torch.is_grad_enabled())
+        return real(model, *rest) * (np.nan if len(models) == 7 else 1)  # the first half of step 4
+
+    monkeypatch.setattr(train, "loss_sum", poisoned)
+    status, _, kept = tiny("--optimizer", "forge-cce", "--clip", 1, "--accum", 2, "--save-every", 1)
+    assert status == 1 and "step 4: loss nan" in capsys.readouterr().out
+    assert same({name: tensor.cpu() for name, tensor in models[0].state_dict().items()}, kept)
+
+
+def test_dry_run_writes_nothing(tiny, capsys):
+    status, rows, kept = tiny("--dry-run", "--steps", 2)
+    text = capsys.readouterr().out
+    assert status == 0 and kept is None and not (tiny.folder / "out").exists() and len(losses(rows)) == 2
+    names = [line.split()[0] for line in text.splitlines()[-7:]]
+    assert names == ["MiB", "parameters", "gradients", "optimizer", "activations", "loss", "peak"], text
 
 
 @pytest.mark.parametrize("states", ["master", "bf16", "int8"])
@@ -732,19 +785,21 @@ def test_narrow_states_train(tiny, states):
 
 
 def test_default_optimizer_is_what_the_other_flags_allow(tiny, capsys):
-    for flags, words in (([], "optimizer forge (one process"), (["--clip", 0.5], "optimizer adamw (--clip 0.5"),
+    for flags, words in (([], "optimizer forge-cce (one process"), (["--clip", 0.5], "optimizer adamw (--clip 0.5"),
                          (["--accum", 2], "optimizer adamw (--accum 2"),
+                         (["--loss", "reference"], "optimizer forge (one process"),
+                         (["--states", "int8", "--clip", 0.5], "optimizer forge-cce (for --states int8"),
                          (["--gpus", 2, "--device", "cpu"], "optimizer adamw (2 processes")):
         args = train.parse([str(flag) for flag in (*TINY, *flags)])
         assert f"optimizer {args.optimizer} ({args.why_optimizer}".startswith(words)
-        assert args.clip == {"forge": 0.0, "adamw": 1.0}[args.optimizer] or "--clip" in flags
+        assert args.clip == (1.0 if args.optimizer == "adamw" else 0.0) or "--clip" in flags
 
 
 def test_checkpoint_of_another_optimizer_is_refused(tiny, capsys):
     tiny("--states", "bf16")
     assert tiny("--resume", "--states", "int8")[0] == 2 and "the checkpoint has bf16" in capsys.readouterr().err
-    assert tiny("--resume", "--optimizer", "adamw")[0] == 2 and "the checkpoint has forge" in capsys.readouterr().err
-    assert tiny("--resume", "--accum", 2)[0] == 2 and "--optimizer forge with --accum 2" in capsys.readouterr().err
+    assert tiny("--resume", "--optimizer", "adamw")[0] == 2 and "checkpoint has forge-cce" in capsys.readouterr().err
+    assert tiny("--resume", "--loss", "reference")[0] == 2 and "forge-cce with --loss ref" in capsys.readouterr().err
 
 
 def test_checkpoint_from_before_there_were_optimizers(tiny, tmp_path):
@@ -892,8 +947,8 @@ BAD_FLAGS = {
     "--batch 0: must be at least 1": ["--batch", 0],
     "--lr -1.0: must not be negative": ["--lr", -1],
     "no checkpoint to resume from": ["--resume"],
-    "--optimizer forge with --clip 1": ["--optimizer", "forge", "--clip", 1],
-    "--optimizer forge with --accum 2": ["--optimizer", "forge", "--accum", 2],
+    "--optimizer forge-cce with --loss reference": ["--optimizer", "forge-cce", "--loss", "reference"],
+    "--states int8 with 2 processes": ["--states", "int8", "--gpus", 2, "--device", "cpu"],
     "--optimizer forge with 2 processes": ["--optimizer", "forge", "--gpus", 2, "--device", "cpu"],
     "--states int8 goes with --optimizer forge": ["--optimizer", "adamw", "--states", "int8"],
 }
@@ -918,7 +973,8 @@ def test_more_gpus_than_present_is_one_clear_line(tiny, capsys):
 
 def loss_peak(loss, V, N=1024, D=16):
     """(measured, predicted) bytes of the loss and its backward in train.py's own code, beyond model and activations."""
-    args = train.parse(["--loss", loss, "--vocab", str(V), "--device", "cpu", "--dim", str(D), "--heads", "1"])
+    args = train.parse(["--loss", loss, "--vocab", str(V), "--device", "cpu", "--dim", str(D), "--heads", "1",
+                        "--optimizer", "forge"])
     args.device = DEVICE.type
     x = torch.zeros(8, N // 8, dtype=torch.int64, device=DEVICE)
     E = torch.randn(8, N // 8, D, device=DEVICE)
@@ -954,11 +1010,13 @@ def test_doubling_the_vocabulary_adds_logits_only_to_the_materialised_loss(monke
 @needs_gpu
 @pytest.mark.parametrize("loss, optimizer, states", [
     *((loss, "adamw", "fp32") for loss in train.LOSSES),
-    *(("cce-exact", "forge", states) for states in forging.LAYOUTS),
+    *(("cce-exact", optimizer, states) for optimizer in ("forge", "forge-cce") for states in forging.LAYOUTS),
+    ("cce-sparse", "forge-cce", "int8"), ("cce-exact", "forge --clip 1", "fp32"),
+    ("cce-exact", "forge-cce --clip 1", "master"),
 ])
 def test_predicted_peak_of_a_training_step(loss, optimizer, states):
-    args = train.parse(["--loss", loss, "--batch", "8", "--layers", "4", "--seq", "512", "--optimizer", optimizer,
-                        "--states", states])
+    args = train.parse(["--loss", loss, "--batch", "8", "--layers", "4", "--seq", "512", "--states", states,
+                        "--optimizer", *optimizer.split()])
     config = base.GPTConfig(args.vocab, args.seq, args.layers, args.heads, args.dim)
     x = torch.zeros(8, 512, dtype=torch.int64, device=DEVICE)
 
@@ -974,6 +1032,7 @@ def test_predicted_peak_of_a_training_step(loss, optimizer, states):
     predicted = train.predict_memory(config, 8, 1, args, DEVICE)[1]
     if loss == "cce-sparse":  # predicted with room for an exact step, which tokens that are all the same never need
         shape = 8 * args.seq, args.vocab, args.dim
-        sparse = gfs.sparse_bytes(*shape, torch.bfloat16, gfs.places(shape[0], train.CANDIDATES))
+        places = gfs.places(shape[0], train.CANDIDATES)
+        sparse = gfs.sparse_bytes(*shape, torch.bfloat16, places, sink=optimizer == "forge-cce")
         predicted -= train.loss_plan(*shape, args, DEVICE).beyond - sparse
     assert base.peak_bytes(steps, DEVICE) == pytest.approx(predicted, rel=0.1)
