@@ -22,6 +22,12 @@ The ladder
         is used again and again; one kernel makes the whole step of that block in one pass.
     v3  FORGE: each program sums its tile of dW over all tokens in registers and takes the step there. dW is nowhere.
     plan_update chooses by shape, tokens and layout, from a table of what was measured; handle.plans says what it chose.
+Beyond the paper
+    The classifier   forge_classifier joins this with 02 and 03: a slice of the vocabulary's logits becomes G, G makes
+                     its part of dE with the old classifier, and the step of that slice. Neither the logits nor dC, the
+                     two largest tensors of a training step, are ever there.
+    The factors      Clipping, micro-batches, tied weights and skipped steps need all of dW first. What waits for them
+                     need not be dW: X and dY do, of which X is there anyway. stash(), then release().
 
 State layouts (bytes a parameter with AdamW, without the gradient)
     fp32    W, m, v in fp32                                                                              12
@@ -40,9 +46,8 @@ References
     LOMO, arXiv 2306.09782 (one gradient alive at a time). AdamW, arXiv 1711.05101. Lion, arXiv 2302.06675.
     8-bit Optimizers via Block-wise Quantization, arXiv 2110.02861. Philox: Parallel Random Numbers, SC 2011.
 
-Left out on purpose: clipping by the global norm and gradient accumulation, which need all of dW, or its factors X and
-dY, before the first step; a warp-specialised v3 in Gluon (8 to 20 % faster than v2 at large shapes and few tokens, in
-an interface that changes with every release).
+Left out on purpose: a warp-specialised v3 in Gluon (8 to 20 % faster than v2 at large shapes and few tokens, in an
+interface that changes with every release); a classifier's bias; ghost norms of weights with several uses.
 """
 
 import copy
@@ -1026,14 +1031,15 @@ def factor_bytes(states):
     return sum({t.data_ptr(): t.nbytes for s in states for f in s.factors for t in tensors_of(f)}.values())
 
 
-def stash_bytes(shapes, tokens, itemsize=2):
-    """Predicted bytes of the factors of weights (M, K); K = 0 where the input is another weight's, too."""
-    return itemsize * tokens * sum(map(sum, shapes))
+def stash_bytes(shapes, tokens, itemsize=2, inputs=None):
+    """Predicted bytes of the factors of weights (M, K). inputs: widths of the distinct X, if some share theirs."""
+    outputs, widths = zip(*shapes, strict=True)
+    return itemsize * tokens * (sum(outputs) + sum(inputs or widths))
 
 
-def crossover(shapes, itemsize=2, gradient=4):
+def crossover(shapes, itemsize=2, gradient=4, inputs=None):
     """Tokens up to which factors of weights (M, K) take less than gradients of `gradient` bytes an element."""
-    return gradient * sum(M * K for M, K in shapes) / stash_bytes(shapes, 1, itemsize)
+    return gradient * sum(M * K for M, K in shapes) / stash_bytes(shapes, 1, itemsize, inputs)
 
 
 def ghost_square(dY, X):
@@ -2518,6 +2524,13 @@ def measure_bytes(device, ledger):
         tensors = [weight, *handle["weight"].tensors.values()]
         measured = sum(t.nbytes for t in tensors) / weight.numel()
         ledger.row(f"{layout}: held, fused", "W + state", resident_bytes(AdamW(), layout, True), measured, "B", (1, 1))
+    model, x = stack(device)
+    handle = forge(model, AdamW())
+    handle.stash()
+    model(x).sum().backward()
+    shapes = [p.shape for p in model.parameters()]
+    ledger.row("factors of 64 tokens, 6 layers", "(M + K) N a layer", stash_bytes(shapes, len(x), 4) / MIB,
+               factor_bytes(handle.states.values()) / MIB, band=(1, 1))
     model, _ = stack("meta")
     sizes = [p.numel() for p in model.parameters()]
     gradients, largest = 4 * sum(sizes), 4 * max(sizes)
@@ -2776,7 +2789,11 @@ def body(device, ledger, args):
     backends = " and ".join(cce.backends(device))
     print(textwrap.fill(f"checks passed on backends {backends}: {names}", 110) + "\n")
     eight = next(shape for shape in base.MODELS if shape.name == "Llama 3 8B")
-    print(f"between backward and step, {eight.name} has {2 * eight.params / 2**30:.1f} GiB of gradients in bf16\n")
+    print(f"between backward and step, {eight.name} has {2 * eight.params / 2**30:.1f} GiB of gradients in bf16")
+    shapes = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336)]
+    inputs = [4096, 4096, 4096, 14336]  # of q, k and v; of the output; of gate and up; of down
+    print(f"factors instead, of its 32 layers: {32 * stash_bytes(shapes, 1, 2, inputs) / 1e6:.2f} MB a token, less than"
+          f" those gradients up to {crossover(shapes, 2, 2, inputs):,.0f} tokens\n")
     measure_bytes(device, ledger)
     if compiled:
         measure_gpt(ledger)
