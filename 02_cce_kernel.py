@@ -931,7 +931,7 @@ def linear_cross_entropy(
     ValueError on arguments that do not fit. arXiv 2411.09009 and 2511.17599.
     """
     E, C, targets, backend = checked_inputs(
-        E, C, targets, bias, ignore_index, softcap, reduction, shift, backend, workspace, check_targets
+        E, C, targets, bias, ignore_index, softcap, reduction, shift, backend, workspace, check_targets, sink
     )
     shape, targets, E = targets.shape, targets.reshape(-1), E.reshape(-1, C.shape[1])
     E, C = kernel_inputs(E, C) if backend == "triton" else (E, C)
@@ -958,7 +958,9 @@ def loss_from(lse, target_logit, targets, V, ignore_index, reduction, shape):
     return base.reduce_loss(loss.view(shape), (targets != ignore_index).view(shape), reduction)
 
 
-def checked_inputs(E, C, targets, bias, ignore_index, softcap, reduction, shift, backend, workspace, check_targets):
+def checked_inputs(
+    E, C, targets, bias, ignore_index, softcap, reduction, shift, backend, workspace, check_targets, sink
+):
     """What each linear_cross_entropy does first: checks, autocast, shift. Returns E, C, targets and the backend."""
     base.check_arguments(E, C, targets, bias, reduction, shift, softcap)
     if workspace is not None and workspace < 0:
@@ -969,6 +971,8 @@ def checked_inputs(E, C, targets, bias, ignore_index, softcap, reduction, shift,
     backend = choose_backend(backend, E, C)
     if check_targets or device_type == "cpu":
         base.check_target_range(targets, C.shape[0], ignore_index)
+    if sink is not None and E.dtype == torch.float16:
+        raise ValueError("a sink takes no fp16, whose gradients are made in units: use bf16 or fp32")
     E, targets = base.shift_tokens(E, targets, shift)
     return E, C, targets, backend
 

@@ -616,8 +616,8 @@ class Columns(NamedTuple):
     """A gradient of C as lists: of its row v, sum of weights[i] * E[rows[i]] over i in begin[v] ... begin[v + 1], plus
     prior[v] * lost_E, plus head[place[v]] where place[v] >= 0. None: no such terms; weights None: all are 1.
 
-    E (N, D), its stride; rows (entries,) int32, weights (entries,), begin (V + 1,); prior (V,), lost_E (D,);
-    head (H, D), place (V,)."""
+    E (N, D), its stride; rows (entries,), begin (V + 1,) int32, weights (entries,); prior (V,), lost_E (D,);
+    head (H, D), place (V,) int32."""
 
     E: torch.Tensor
     stride: int
@@ -634,7 +634,7 @@ def columns_of(E, rows, classes, values, V, **others):
     """Columns of entries (entries,); those of class V are ignored. The sort is stable: a class lists its rows in the
     order in which they came."""
     classes, order = torch.sort(classes, stable=True)
-    begin = torch.searchsorted(classes, torch.arange(V + 1, dtype=classes.dtype, device=E.device))
+    begin = torch.searchsorted(classes, torch.arange(V + 1, dtype=classes.dtype, device=E.device), out_int32=True)
     values = None if values is None else values[order]
     return Columns(E, E.stride(0), rows[order].int(), values, begin, **others)
 
@@ -1021,7 +1021,7 @@ class _SparseCrossEntropy(torch.autograd.Function):
         dE = dE.mul_(unit).to(E.dtype)
         columns = dC = None
         if wanted[1]:
-            tail = dict(prior=found.prior, lost_E=weighted_rows(weight, E), head=dC_head, place=place)
+            tail = dict(prior=found.prior, lost_E=weighted_rows(weight, E), head=dC_head, place=place.int())
             columns = columns_of(E, entries.rows, entries.classes, values, V, **tail)
             del entries, values, others
         if wanted[1] and not sink:  # a sink's is not undone, so it waits for the verdict
@@ -1248,7 +1248,7 @@ def linear_cross_entropy(
         raise ValueError("gradient is 'sparse', which takes no bias and no softcap: use 'exact' or 'filter'")
     wish = backend
     E, C, targets, backend = cce.checked_inputs(
-        E, C, targets, bias, ignore_index, softcap, reduction, shift, backend, workspace, check_targets
+        E, C, targets, bias, ignore_index, softcap, reduction, shift, backend, workspace, check_targets, sink
     )  # shifted, and cast under autocast
     exact = functools.partial(
         cce.linear_cross_entropy, E, C, targets, bias, ignore_index=ignore_index, softcap=softcap, reduction=reduction,

@@ -733,7 +733,7 @@ class State:
             place=torch.tensor([self.number, *origin], device=device), K=K, groups=math.ceil(K / GROUP),
         )
         self.version, self.updated, self.uses, self.plan = weight._version, False, weakref.WeakSet(), None
-        self.by_rows, self.names, self.factors = False, [name], []
+        self.by_rows, self.names, self.factors, self.versions = False, [name], [], []
         step_in_hook(self)
 
     def check(self, name, stash=False):
@@ -744,16 +744,21 @@ class State:
         if not stash and (len(self.uses) > 1 or len(self.names) > 1):
             raise ValueError(reused(name))
         if self.factors:
-            raise ValueError(f"{name} has factors of an earlier backward pass: call release() or discard() first")
-        if weight._backward_hooks and self.handle.rung != "hook":
-            raise ValueError(f"{name} has a gradient hook, but no whole gradient: remove it, or use rung='hook'")
-        if weight.data_ptr() != W.data_ptr() or weight.dtype != W.dtype:
-            raise ValueError(f"{name} was moved or cast after forge(): do .to(...) before it")
+            raise ValueError(f"{name} has factors of an earlier backward pass: call release() or disarm() first")
+        if weight._backward_hooks and (stash or self.by_rows or self.handle.rung != "hook"):
+            raise ValueError(f"{name} has a gradient hook, but no whole gradient: remove it (a layer's weight has one "
+                             "with rung='hook', armed)")
+        self.check_place()
         if master is not None and weight._version != self.version:  # somebody else wrote: a look is worth its wait
             if not torch.equal(W, master.to(W.dtype)):
                 raise ValueError(f"{name} was changed since its last step, but not its master copy: load weights before"
                                  " forge(), or the handle's state with them")
             self.version = weight._version
+
+    def check_place(self):
+        """ValueError if the parameter is no longer the tensor that is stepped."""
+        if self.weight.data_ptr() != self.fields.W.data_ptr() or self.weight.dtype != self.fields.W.dtype:
+            raise ValueError(f"{self.name} was moved or cast after forge(): do .to(...) before it")
 
     def __deepcopy__(self, memo):
         """A copy of a forged model (for an average of weights, say), or one from a file, is an ordinary model."""
@@ -781,6 +786,7 @@ class State:
 
     def consume(self, factors):
         """The whole step of this weight, whose gradient is the sum of these factors."""
+        factors, self.updated = merged(factors), True
         only = factors[0] if len(factors) == 1 else None
         plan = self.plan = self.handle.plan(self, len(only.X) if isinstance(only, Product) else None)
         if isinstance(only, Listed) and self.handle.backend == "triton":
@@ -789,7 +795,6 @@ class State:
             self.step_fused(*only)
         else:
             self.step_in_slabs(factors, plan.rows, plan.cols)
-        self.updated = True
 
     def keep(self, factor):
         """A factor for later; or, once dW itself is smaller than the factors, a part of that."""
@@ -800,25 +805,29 @@ class State:
             for other in self.factors:
                 if other is not whole:
                     other.write(self, gradient, 0, 0, add=True)
-            self.factors = [Whole(gradient)]
+            self.factors, self.versions = [Whole(gradient)], []
+        else:
+            read = [*tensors_of(factor), self.weight] if isinstance(factor, Classes) else tensors_of(factor)
+            self.versions += [(tensor, tensor._version) for tensor in read if not tensor.is_inference()]
 
-    def merge(self):
-        """The products of several backward passes become one, over their concatenated tokens."""
-        products = [f for f in self.factors if isinstance(f, Product)]
-        if len(products) > 1:
-            others = [f for f in self.factors if not isinstance(f, Product)]
-            self.factors = [Product(*(torch.cat(parts) for parts in zip(*products, strict=True))), *others]
+    def check_factors(self):
+        """ValueError if what the factors refer to is not what it was in backward."""
+        self.check_place()
+        if any(tensor._version != version for tensor, version in self.versions):
+            raise ValueError(f"{self.name}: a layer's input, the targets or the weight were changed in place between "
+                             "backward and release(), which reads them: copy them before, or disarm()")
 
     def square(self):
         """The squared norm of the gradient that the factors stand for, fp64, which leaves nothing behind."""
-        only, (M, K) = self.factors[0] if len(self.factors) == 1 else None, self.weight.shape
+        factors, (M, K) = merged(self.factors), self.weight.shape
+        only = factors[0] if len(factors) == 1 else None
         if isinstance(only, Product) and len(only.X) * (M + K) < M * K:
             return ghost_square(*only)
         norm = functools.partial(torch.linalg.vector_norm, dtype=torch.float64)
         if isinstance(only, Whole):
             return norm(only.gradient) ** 2
         plan = self.handle.plan(self, None)
-        return sum(norm(slab) ** 2 for slab, _, _ in self.slabs(self.factors, plan.rows, plan.cols))
+        return sum(norm(slab) ** 2 for slab, _, _ in self.slabs(factors, plan.rows, plan.cols, torch.float32))
 
     def used(self, use, version):
         """A forward pass, at this version of the weight, has come to its backward."""
@@ -843,11 +852,12 @@ class State:
         fusion = {} if INTERPRETED else dict(enable_fp_fusion=False)
         return dict(RULE=self.handle.rule.code, GROUP=GROUP, **fusion)
 
-    def slabs(self, factors, rows, cols):
+    def slabs(self, factors, rows, cols, dtype=None):
         """v2. Yield (slab, row, column): the gradient of the block of W there, a sum over factors (section 7). One
         buffer takes the slabs in turn; each is made when its turn comes, after the step of those before it."""
         M, K = self.weight.shape
-        buffer = self.handle.buffer(min(rows, M) * min(cols, K))
+        dtype = dtype or (self.handle.gradient if len(factors) == 1 else torch.float32)  # rounded once, if at all
+        buffer = self.handle.buffer(min(rows, M) * min(cols, K), dtype)
         for top, bottom in cce.pieces(M, rows):
             for left, right in cce.pieces(K, cols):
                 slab = buffer[: (bottom - top) * (right - left)].view(bottom - top, right - left)
@@ -865,6 +875,8 @@ class State:
         Needs Triton's kernels. ValueError as for step."""
         (N, R), C = dY.shape, X.shape[1]
         self.check_block(row, col, (R, C))
+        if dY.dtype != X.dtype:  # blocked PyTorch makes G of bf16 logits in fp32
+            dY, X = dY.float(), X.float()
         dY, X = cce.rows_contiguous(dY), cce.rows_contiguous(X)
         tiles = TILES["16-bit" if X.element_size() == 2 else "32-bit"]
         grid = (triton.cdiv(R, tiles["BLOCK_M"]) * triton.cdiv(C, tiles["BLOCK_K"]),)
@@ -1020,15 +1032,25 @@ class Whole(NamedTuple):
         out.copy_(out + block if add else block)
 
 
+def merged(factors):
+    """The products of several backward passes as one, over their concatenated tokens; the others as they are."""
+    products = [f for f in factors if isinstance(f, Product)]
+    if len(products) < 2:
+        return factors
+    joined = Product(*(torch.cat(parts) for parts in zip(*products, strict=True)))
+    return [joined, *(f for f in factors if not isinstance(f, Product))]
+
+
 def tensors_of(factor):
-    """The floating-point tensors of a factor, but for lists, whose unused ends hold anything."""
-    fields = factor.columns._replace(weights=None) if isinstance(factor, Listed) else factor
-    return [t for t in fields if isinstance(t, torch.Tensor) and t.is_floating_point()]
+    """The tensors of a factor."""
+    fields = factor.columns if isinstance(factor, Listed) else factor
+    return [t for t in fields if isinstance(t, torch.Tensor)]
 
 
 def factor_bytes(states):
-    """Bytes that the factors of these states keep alive; a tensor that several share (the input of q, k and v) once."""
-    return sum({t.data_ptr(): t.nbytes for s in states for f in s.factors for t in tensors_of(f)}.values())
+    """Bytes that the factors of these states keep alive; storage that several share (the input of q, k, v) once."""
+    storages = [t.untyped_storage() for s in states for f in s.factors for t in tensors_of(f)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def stash_bytes(shapes, tokens, itemsize=2, inputs=None):
@@ -1095,6 +1117,8 @@ class Forge:
         if not weights:
             raise ValueError("no weight to update: the model has no nn.Linear that is trained and not skipped")
         for name, weight in weights.items():
+            if isinstance(weight, nn.Parameter) and not weight.requires_grad:
+                raise ValueError(f"{name} is frozen: leave it out, or thaw it (requires_grad_()) before")
             if not (isinstance(weight, nn.Parameter) and weight.dim() == 2) or weight.dtype not in DTYPES:
                 raise ValueError(f"{name} is {weight.dtype}, {tuple(weight.shape)}: pass matrices in fp32 or bf16")
         if len({id(weight) for weight in weights.values()}) < len(weights):
@@ -1164,11 +1188,11 @@ class Forge:
         plan = plan_rows if state.by_rows else plan_update
         return plan(*state.weight.shape, N, self.layout, rung, self.slab_bytes, self.gradient.itemsize)
 
-    def buffer(self, elements):
-        """Room for a slab: the one that is kept from step to step, where that is large enough."""
-        if elements <= len(self.slab):
+    def buffer(self, elements, dtype):
+        """Room for a slab: the one that is kept from step to step, where that will do."""
+        if elements <= len(self.slab) and dtype == self.slab.dtype:
             return self.slab
-        return torch.empty(elements, dtype=self.gradient, device=self.slab.device)
+        return torch.empty(elements, dtype=dtype, device=self.slab.device)
 
     @property
     def plans(self):
@@ -1199,25 +1223,21 @@ class Forge:
             state.updated = False
 
     def stash(self):
-        """The backward passes that follow keep each weight's factors, and change nothing until release() or discard():
+        """The backward passes that follow keep each weight's factors, and change nothing until release() or disarm():
         for clipping, for the sum over micro-batches, for weights that are used more than once. Each weight holds its
-        factors as long as they are smaller than its gradient in fp32, and then that. ValueError as for arm."""
+        factors as long as they are smaller than its gradient in fp32, and then that. Factors refer to the inputs of
+        layers and to targets, which must not be written over until then. ValueError as for arm."""
         self.check_group()
         for name, state in self.states.items():
             state.check(name, stash=True)
         self.armed, self.stashing = False, True
 
-    def discard(self):
-        """Drop the factors; backward passes give ordinary gradients again."""
-        self.armed = self.stashing = False
-        for state in self.states.values():
-            state.factors = []
-
     @torch.no_grad()
     def norm(self, others=()):
         """The norm of the whole gradient, fp64, on the device: of all factors, and of the .grad of the parameters in
-        `others`. Exact: it is that of the sum over backward passes and uses."""
-        squares = [state.square() for state in self.states.values() if state.factors]
+        `others`: that of the sum over backward passes and uses, to rounding."""
+        squares = [torch.zeros((), dtype=torch.float64, device=self.key.device)]
+        squares += [state.square() for state in self.states.values() if state.factors]
         squares += [torch.linalg.vector_norm(p.grad, dtype=torch.float64) ** 2 for p in others if p.grad is not None]
         return torch.stack([square.to(self.key.device) for square in squares]).sum().sqrt()
 
@@ -1227,17 +1247,17 @@ class Forge:
         the device once, before it, and returns whether the step was taken.
 
         clip: the largest norm of the gradient of the weights and of `others`, ordinary parameters whose .grad is scaled
-        with them (0: no limit): clip_grad_norm_, bit for bit but for the sum's order. If that norm, or without clip any
-        factor or gradient, is not finite, nothing changes: factors and gradients of `others` are dropped. clipped_norm
-        is the norm before clipping, None without. ValueError unless stash() came before."""
+        with them, as by clip_grad_norm_ (0: no limit). clipped_norm is then the norm before that, else None. If it, or
+        without clip any factor or gradient, is not finite, nothing changes: factors and gradients of `others` are
+        dropped. ValueError unless stash() came before, and if what the factors refer to has changed since."""
         if not self.stashing:
             raise ValueError("release(): nothing was kept: call stash() before the backward passes")
         if not (0 <= clip < math.inf):
             raise ValueError(f"release(clip={clip}): pass a norm, or 0 not to clip")
         states = [state for state in self.states.values() if state.factors]
-        others = [p for p in others if p.grad is not None]
+        others, self.clipped_norm = [p for p in others if p.grad is not None], None
         for state in states:
-            state.merge()
+            state.check_factors()
         if clip:
             self.clipped_norm = norm = self.norm(others).item()
             good, scale = math.isfinite(norm), min(1.0, clip / (norm + 1e-6))
@@ -1245,22 +1265,26 @@ class Forge:
             parts = [t for state in states for factor in state.factors for t in tensors_of(factor)]
             good, scale = all_finite([*parts, *(p.grad for p in others)]), 1.0
         if not good:
-            self.discard()
+            self.disarm()
             for p in others:
                 p.grad = None
             return False
         self.prepare(lr, step, scale)
+        try:
+            for state in states:
+                state.consume(state.factors)
+                state.factors = []
+        finally:  # after an error, too, this gradient is used up
+            self.disarm()
         for p in others:
             p.grad.mul_(scale)
-        for state in states:
-            state.consume(state.factors)
-            state.factors = []
-        self.armed = self.stashing = False
         return True
 
     def disarm(self):
-        """Backward passes give ordinary gradients again."""
-        self.armed = False
+        """Backward passes give ordinary gradients again; factors that wait are dropped."""
+        self.armed = self.stashing = False
+        for state in self.states.values():
+            state.factors, state.versions = [], []
 
     clipped_norm = None
 
@@ -1300,7 +1324,8 @@ class Forge:
 
 def all_finite(tensors):
     """Whether no element of any tensor is infinite or NaN; waits for the device once."""
-    return bool(torch.stack([t.isfinite().all() for t in tensors]).all()) if tensors else True
+    values = [t._values() if t.is_sparse else t for t in tensors]
+    return bool(torch.stack([t.isfinite().all() for t in values]).all()) if tensors else True
 
 
 def reused(name):
@@ -1336,24 +1361,32 @@ def compute_dtype(x):
     return dtype
 
 
-def count_use(weight, state, use):
-    """Before a forward pass: note a use of the weight that will have a backward pass. ValueError on a second one."""
+def has_backward(weight, state):
+    """Whether this use of the weight, in a forward pass, will have a backward pass. ValueError on a second one."""
     if weight is not state.weight:
         raise ValueError(f"{state.name} was replaced after forge() (FSDP?): shard the model first, then forge it")
     inside_backward = torch._C._current_graph_task_id() >= 0  # torch.utils.checkpoint, recomputing, asks the same way
-    if torch.is_grad_enabled() and weight.requires_grad and not inside_backward:
-        if state.uses and state.handle.armed:
-            raise ValueError(reused(state.name))
+    if not torch.is_grad_enabled() or not weight.requires_grad or inside_backward:
+        return False
+    if state.uses and state.handle.armed:
+        raise ValueError(reused(state.name))
+    return True
+
+
+def counted(function, weight, state, *inputs):
+    """function.apply(*inputs, state, Use), a use of the weight that is noted once it has worked."""
+    use, waits = Use(), has_backward(weight, state)
+    result = function.apply(*inputs, state, use)
+    if waits:
         state.uses.add(use)
+    return result
 
 
 def forged_linear(x, weight, bias, state):
     """x (..., K), weight (M, K), bias (M,) or None -> (..., M), in the dtype of autocast, or else of x: fp32 or bf16. A
     weight in another dtype is cast to it here, and again in backward. ValueError on other dtypes, and on a second use
     before backward."""
-    use, x = Use(), x.to(compute_dtype(x))
-    count_use(weight, state, use)
-    return _ForgedLinear.apply(x, weight, bias, state, use)
+    return counted(_ForgedLinear, weight, state, x.to(compute_dtype(x)), weight, bias)
 
 
 class _ForgedLinear(torch.autograd.Function):
@@ -1408,9 +1441,7 @@ class ForgeEmbedding(nn.Embedding):
     def forward(self, tokens):
         if self.forged is None:
             return super().forward(tokens)
-        use = Use()
-        count_use(self.weight, self.forged, use)
-        return _ForgedEmbedding.apply(self.weight, tokens, self.forged, use)
+        return counted(_ForgedEmbedding, self.weight, self.forged, self.weight, tokens)
 
 
 class _ForgedEmbedding(torch.autograd.Function):
@@ -1448,7 +1479,7 @@ def step_in_hook(state):
             return
         if state.handle.stashing:
             gradient, weight.grad = weight.grad, None
-            state.keep(Whole(gradient.float()))
+            state.keep(Whole((gradient.to_dense() if gradient.is_sparse else gradient).float()))
         elif state.handle.armed:
             gradient, weight.grad = weight.grad, None
             state.refuse_second()
@@ -1476,6 +1507,7 @@ class Sink:
             raise ValueError(f"{state.name}: disarmed between forward and backward, which has no gradient to give")
         if state.handle.armed:
             state.refuse_second()
+            state.updated = True
 
     def rows(self, start, G, E):
         """The step of rows start ... start + W, from G (N, W) and E (N, D)."""
@@ -1487,18 +1519,26 @@ class Sink:
             state.step_fused(G, E, start)
             return
         for a, b in cce.pieces(G.shape[1], plan.rows):
-            slab = handle.buffer((b - a) * plan.cols)[: (b - a) * plan.cols].view(b - a, plan.cols)
+            slab = handle.buffer((b - a) * plan.cols, handle.gradient)[: (b - a) * plan.cols].view(b - a, plan.cols)
             weight_gradient(G[:, a:b], E, slab)
             state.step(slab, start + a)
 
     def end(self, E, targets, lse, g_softmax, g_target, softcap, backend):
         if self.state.handle.stashing:
-            self.state.keep(Classes(E.detach(), targets, lse, g_softmax, g_target, softcap, backend, self.block))
-        else:
-            self.state.updated = True
+            # A factor must not keep the graph: what autograd saved comes back with its history.
+            self.state.keep(
+                Classes(E.detach(), targets, lse.detach(), g_softmax, g_target, softcap, backend, self.block)
+            )
 
     def columns(self, columns):
-        weight_update(self.state, Listed(columns._replace(E=columns.E.detach())))
+        """The step of all rows."""
+        columns = columns._replace(E=columns.E.detach())
+        if self.state.handle.armed:
+            self.state.consume([Listed(columns)])
+        else:  # kept without the room that was left for more entries
+            count = int(columns.begin[-1])
+            lists = dict(rows=columns.rows[:count].clone(), weights=columns.weights[:count].clone())
+            self.state.keep(Listed(columns._replace(**lists)))
 
 
 def forge_classifier(E, C, targets, state, *, gradient="auto", **options):
@@ -1515,14 +1555,16 @@ def forge_classifier(E, C, targets, state, *, gradient="auto", **options):
         raise ValueError(f"gradient is {gradient!r}: use 'exact', 'sparse' or 'auto': a filter leaves no slice whole")
     if options.get("bias") is not None:
         raise ValueError("bias: an ordinary parameter, of which forge_classifier makes no gradient: use 03's loss")
-    dtype, sink, handle = compute_dtype(E), None, state.handle
-    if handle.armed or handle.stashing:
-        sink = Sink(state)
-        count_use(C, state, sink.use)
+    if not state.by_rows:
+        raise ValueError(f"{state.name} was forged as a layer's weight: pass classifier={state.name!r} to forge()")
+    dtype, handle = compute_dtype(E), state.handle
+    sink = Sink(state) if handle.armed or handle.stashing else None
+    waits = sink and has_backward(C, state)
     options.setdefault("backend", "torch" if handle.backend == "torch" else "auto")
-    return filtering.linear_cross_entropy(
-        E.to(dtype), C.to(dtype), targets, gradient=gradient, sink=sink, **options
-    )
+    result = filtering.linear_cross_entropy(E.to(dtype), C.to(dtype), targets, gradient=gradient, sink=sink, **options)
+    if waits:
+        state.uses.add(sink.use)
+    return result
 
 
 WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel", "FSDPModule")
@@ -1582,7 +1624,7 @@ def forge(model, rule, layout="fp32", *, skip=(), embeddings=False, classifier=N
         for option, plain in unusual.items():
             if getattr(module, option, plain) != plain:
                 raise ValueError(f"{name}: an nn.Embedding with {option} is not what is updated here: skip it")
-    names = [*converted, *([classifier] if classifier else [])]
+    names = list(dict.fromkeys([*converted, *([classifier] if classifier else [])]))
     weights, aliases = {}, {}
     for name in names:
         same = [other for other, p in parameters.items() if p is parameters[name]]
@@ -2168,7 +2210,7 @@ def check_classifier(device="cpu", N=40, V=300, D=40, layouts=("fp32", "master",
                     pair[1][0].data.copy_(pair[0][0])
 
 
-def check_classifier_use(device="cpu", N=24, V=300, D=16):
+def check_classifier_use(device="cpu", N=24, V=300, D=128):
     """A pass without gradients, or one that is not after C's, takes no step; unarmed, C gets 03's gradient; what would
     go wrong raises."""
     E, C, x = (t.detach() for t in cce.trained_problem(N, V, D, torch.float32, device))
@@ -2198,6 +2240,26 @@ def check_classifier_use(device="cpu", N=24, V=300, D=16):
     handle.disarm()
     must_raise("disarmed", total.backward)
     del total
+    for gradient in ("exact", "sparse"):  # what waits is the same step, and notices when it no longer can be
+        pair = [classifier_handle(C, "fp32", "slab", "torch", 4 * 128 * 256) for _ in range(2)]
+        for (w, h), wait in zip(pair, (False, True), strict=True):
+            h.stash() if wait else h.arm(0.1, 1)
+            total = forge_classifier(e, w, x, h["weight"], gradient=gradient)
+            total.backward()
+            kept = [t for factor in h["weight"].factors for t in tensors_of(factor)]
+            base.require(not any(t.requires_grad for t in kept), f"{gradient}: a factor keeps the graph")
+            base.require(not wait or h.release(0.1, 1), f"{gradient}: no step")
+        off = cce.error((pair[1][0] - C).detach(), (pair[0][0] - C).detach())
+        base.require(off < 1e-5, f"{gradient}: a step that waited differs by {off:.1e}")
+    targets = x.clone()
+    for spoil in (targets.zero_, lambda: w.detach().mul_(2)):
+        h.stash()
+        forge_classifier(e, w, targets, h["weight"], gradient="exact").backward()
+        spoil()
+        must_raise("changed in place", lambda: h.release(0.1, 2))
+        h.disarm()
+    plain, linear = forged(C, AdamW())
+    must_raise("pass classifier=", lambda: forge_classifier(e, plain, x, linear["weight"]))
     must_raise("bias", lambda: loss(e, weight, bias=torch.zeros(V, device=device)))
     must_raise("gradient is", lambda: forge_classifier(e, weight, x, state, gradient="filter"))
     must_raise("fp16", lambda: loss(e.half(), weight))
@@ -2338,7 +2400,7 @@ def check_factors(device="cpu", M=96, K=160):
             base.require(held == min(2 * N * (M + K), whole), f"{N} tokens: {held} bytes are kept")
             predicted = min(stash_bytes([(M, K)], N), whole)
             base.require(held == predicted, f"{N} tokens: {held} bytes are kept, {predicted} were predicted")
-            state.merge()
+            state.factors = merged(state.factors)
             for factors in (state.factors, [*state.factors, Whole(torch.zeros(M, K, device=device))]):
                 state.factors = factors
                 off = abs(handle.norm().item() / dW.norm().item() - 1)

@@ -770,11 +770,18 @@ def test_a_micro_batch_of_nan_changes_nothing(tiny, monkeypatch, capsys):
 
 
 def test_dry_run_writes_nothing(tiny, capsys):
-    status, rows, kept = tiny("--dry-run", "--steps", 2)
+    log = tiny.folder / "out.jsonl"
+    log.write_text("mine\n")
+    status, kept = train.main([str(a) for a in (*TINY, "--dry-run", "--steps", 2, "--out", tiny.folder / "out", "--log",
+                                                log)]), weights(tiny.folder / "out")
     text = capsys.readouterr().out
-    assert status == 0 and kept is None and not (tiny.folder / "out").exists() and len(losses(rows)) == 2
+    assert status == 0 and kept is None and not (tiny.folder / "out").exists() and log.read_text() == "mine\n"
     names = [line.split()[0] for line in text.splitlines()[-7:]]
     assert names == ["MiB", "parameters", "gradients", "optimizer", "activations", "loss", "peak"], text
+    log.unlink()
+    tiny()
+    assert tiny("--dry-run", "--resume")[0] == 0 and "step 9/9" in capsys.readouterr().out
+    assert tiny("--dry-run", "--steps", 0)[0] == 2 and "nothing to see" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("states", ["master", "bf16", "int8"])

@@ -487,8 +487,9 @@ def factor_sizes(config, tokens, args):
     gradients, of what is kept (for each weight the smaller), and that of embedding and classifier, if forged."""
     size = 2 if args.dtype == "bf16" else 4
     pairs = [(size * tokens * (M + K), 4 * M * K) for M, K in layer_shapes(config)]
-    table = 4 * config.vocab * config.dim
-    tables = min(4 * tokens * config.dim, table) + min(size * tokens * config.dim, table)
+    table, lists = 4 * config.vocab * config.dim, 4 * tokens + 4 * args.accum * (config.vocab + 1)
+    embedding, classifier = 4 * tokens * config.dim + lists, (size * config.dim + 20) * tokens
+    tables = min(embedding, table) + min(classifier, table)
     factors, gradients = (sum(column) for column in zip(*pairs, strict=True))
     return factors, gradients, sum(map(min, pairs)), tables if args.optimizer == "forge-cce" else 0
 
@@ -720,8 +721,9 @@ def describe_run(config, data, world, args, device, start):
         f"{args.heads} heads, vocabulary {config.vocab}, {config.flops_per_token() / 1e6:.1f} MFLOP a token"
     )
     yield f"        {args.dtype} ({args.why_dtype}), loss {args.loss} ({args.why_loss}{how.get(args.loss, '')})"
-    forged = {"forge": f", 04's step inside backward for the layers' matrices, states in {args.states}", "adamw": "",
-              "forge-cce": f", 04's step inside backward for all matrices, states in {args.states}"}
+    when = "after the last backward pass" if waits(args) else "inside backward"
+    forged = {"forge": f", 04's step {when} for the layers' matrices, states in {args.states}", "adamw": "",
+              "forge-cce": f", 04's step {when} for all matrices, states in {args.states}"}
     yield f"        optimizer {args.optimizer} ({args.why_optimizer}){forged[args.optimizer]}"
     if waits(args):
         mine = tokens // world.size
@@ -953,6 +955,7 @@ def parse(argv):
     parser = make_parser()
     args = parser.parse_args(argv)
     args.start, args.checkpoint, args.data_digest = 0, None, None
+    trial = 3 if args.steps is None else args.steps  # steps of a dry run
     if args.resume:
         record, path = find_checkpoint(args.out)
         asked = args
@@ -964,6 +967,10 @@ def parse(argv):
             wish, has = getattr(asked, name), record["flags"][name]
             if wish not in (None, has):
                 raise ValueError(f"--{name} {wish}: the checkpoint has {has}: drop the flag, or use another --out")
+    if args.dry_run and trial == 0:
+        raise ValueError("--dry-run --steps 0: there would be nothing to see: use at least one step")
+    if args.dry_run:
+        args.steps, args.log = args.start + trial, None
     args.torchrun = "TORCHELASTIC_RUN_ID" in os.environ or ("RANK" in os.environ and "WORLD_SIZE" in os.environ)
     if args.torchrun and args.gpus:
         raise ValueError("--gpus: under torchrun, its --nproc-per-node says how many processes there are: drop --gpus")
@@ -979,7 +986,6 @@ def parse(argv):
     if args.tokens and not (args.resume or has_text(args)):
         raise ValueError(f"--tokens {args.tokens}: says how text is cut, but {args.data} holds tokens: drop the flag")
     args.preset = args.preset or ("gpt2-small" if args.device == "cuda" else "cpu")
-    args.steps = 3 if args.dry_run and args.steps is None else args.steps
     for name, value in PRESETS[args.preset].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
@@ -1030,6 +1036,7 @@ def choose_optimizer(args, processes):
         raise ValueError(f"--states {args.states} goes with --optimizer forge-cce or forge: drop --optimizer adamw")
     if processes > 1 and forging_asked:
         way_out = "use one" + (", or --optimizer adamw" if args.optimizer else ", or drop --states")
+        way_out = "use one, or start anew with another --out and --optimizer adamw" if args.resume else way_out
         raise ValueError(f"{asked} with {processes} processes, which sum their gradients: {way_out}")
     if args.optimizer == "forge-cce" and args.loss not in FORGED:
         raise ValueError(f"--optimizer forge-cce with --loss {args.loss}: it takes {', '.join(FORGED)}: use forge")
