@@ -200,7 +200,7 @@ def sparse_passes(N, V, D, candidates, device):
     return 1 + small + ENTRY_COST * candidates / V
 
 
-ENTRY_BYTES = 48  # of an entry while the column pass's sort runs
+ENTRY_BYTES = 48  # of an entry while it is sorted for the column pass
 
 
 def sparse_room(V, D, dtype, workspace=None):
@@ -223,8 +223,9 @@ def sparse_bytes(N, V, D, dtype, capacity, sink=False):
     forward = lists + min(SLAB, N * V // 8) + 2 * 4 * N * math.ceil(V / TILE_V)
     width = 4 if sink else b  # of the head's dC
     head = lists + 4 * N * D + b * H * (N + D) + width * H * D + 4 * H * D  # the last: cuBLAS splits the sum for dC
-    column = ENTRY_BYTES * capacity + width * H * D
-    return max(column, *(size - results for size in (surveyed, forward, head)))
+    ordered = ENTRY_BYTES * capacity + width * H * D + b * N * D  # dE is finished, dC not begun
+    column = 16 * capacity + 12 * V + width * H * D
+    return max(column, *(size - results for size in (surveyed, forward, head, ordered)))
 
 
 def default_eps(rule, dtype):
@@ -701,7 +702,7 @@ def blocked_columns(c, top, bottom):
     begin, sums = c.begin[top : bottom + 1], product_dtypes(c.E)[0]
     rows = c.rows[begin[0] : begin[-1]].long()
     values = torch.ones_like(rows, dtype=sums) if c.weights is None else c.weights[begin[0] : begin[-1]].to(sums)
-    classes = torch.repeat_interleave(begin.diff())  # 0 as often as the first class lists a row, ...
+    classes = torch.repeat_interleave(begin.diff()).long()  # 0 as often as the first class lists a row, ...
     with torch.sparse.check_sparse_tensor_invariants(enable=False):  # said explicitly, or torch 2.11 warns
         at = torch.stack((classes, rows))
         G = torch.sparse_coo_tensor(at, values, (bottom - top, len(c.E)), is_coalesced=True)
