@@ -337,6 +337,7 @@ if INTERPRETED:
 
 fetched_logits, tile_softmax, tile_gradient, dot = cce.fetched_logits, cce.tile_softmax, cce.tile_gradient, cce.dot
 next_tile, mask_tail, exponentials, LOG2E = cce.next_tile, cce.mask_tail, cce.exponentials, cce.LOG2E
+UPCAST = cce.UPCAST
 
 
 @triton.jit
@@ -834,9 +835,13 @@ def column_tile(c, row, col, V, D, ROWS: tl.constexpr, COLS: tl.constexpr, ENTRI
             n = tl.load(c.rows + begin + i + j, mask=listed, other=0).to(tl.int64)
             e_at = c.E + n[:, None] * c.stride + cols[None, :]
             e = tl.load(e_at, mask=listed[:, None] & inside[None, :], other=0.0).to(tl.float32)
-            if c.weights is not None:
-                e = e * tl.load(c.weights + begin + i + j, mask=listed, other=0.0)[:, None]
-            acc += e
+            if c.weights is None:
+                acc += e
+            elif UPCAST:  # the interpreter
+                acc += e * tl.load(c.weights + begin + i + j, mask=listed, other=0.0)[:, None]
+            else:  # said, not left to the compiler, so that each kernel makes the same bits
+                w = tl.load(c.weights + begin + i + j, mask=listed, other=0.0)
+                acc = tl.fma(e, tl.broadcast_to(w[:, None], (ROWS, COLS)), acc)
     return acc
 
 
