@@ -63,6 +63,7 @@ import zlib
 from dataclasses import asdict, dataclass
 from types import SimpleNamespace
 from typing import NamedTuple
+from unittest import mock
 
 import numpy as np
 import torch
@@ -2064,6 +2065,19 @@ def check_misuse(device="cpu"):
     }.items():
         must_raise(words, action)
     base.require(torch.equal(bare.weight, weight) and type(bare) is nn.Linear, "a refused forge() changed the model")
+    for option in (dict(padding_idx=0), dict(max_norm=1.0), dict(scale_grad_by_freq=True), dict(sparse=True)):
+        unusual = nn.Sequential(nn.Embedding(8, 8, **option))
+        must_raise(*option, lambda unusual=unusual: forge(unusual, AdamW(), embeddings=True))
+    must_raise("is no parameter", lambda: forge(bare, AdamW(), classifier="nothing"))
+    frozen = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+    frozen[1].weight.requires_grad_(False)
+    must_raise("is frozen", lambda: forge(frozen, AdamW(), "bf16", classifier="1.weight"))
+    base.require(frozen[0].weight.dtype == torch.float32, "a refused forge() changed the model")
+    late = nn.ModuleList([nn.Linear(1024, 512, bias=False), nn.Embedding(512, 1024)])
+    late[1].weight = late[0].weight
+    handle = forge(late, AdamW(), embeddings=True, slab=4 * 128 * 256)
+    whole = handle["1.weight"].by_rows and handle.plan(handle["0.weight"], None).cols == 1024
+    base.require(whole, "a tied embedding needs slabs of whole rows")
     W = torch.zeros(8, 256, device=device)
     _, handle = forged(W, AdamW(), "int8")
     handle.arm(0.1, 1)
@@ -2260,6 +2274,41 @@ def check_classifier_use(device="cpu", N=24, V=300, D=128):
         h.disarm()
     plain, linear = forged(C, AdamW())
     must_raise("pass classifier=", lambda: forge_classifier(e, plain, x, linear["weight"]))
+    weight, handle = classifier_handle(C, "fp32", "auto", "auto", SLAB)
+    ways = [g for g, _, backend in classifier_ways(device, torch.float32, D) if backend == "torch"]
+    for gradient in dict.fromkeys(ways):
+        again = functools.partial(forge_classifier, C=weight, targets=x, state=handle["weight"], gradient=gradient,
+                                  backend="torch")
+        handle.arm(0.1, 1)
+        again(e).backward()
+        must_raise("already had its step", lambda: again(e).backward())  # noqa: B023
+        total = again(e)
+        handle.disarm()
+        must_raise("disarmed", total.backward)
+        del total
+        handle.arm(0.1, 2)
+        total = again(e.bfloat16())  # C is cast: autograd does not watch the weight
+        with torch.no_grad():
+            weight.mul_(2)
+        must_raise("changed between", total.backward)
+        del total
+    for later in (False, True) if "sparse" in ways else ():  # a sparse gradient that backward takes back
+        ends = []
+        for gradient in ("exact", "sparse"):
+            w, h = classifier_handle(C, "fp32", "slab", "torch", 4 * 128 * 256, SGD())
+            h.stash() if later else h.arm(1.0, 1)
+            leaf = E.clone().requires_grad_()
+            total = forge_classifier(leaf, w, x, h["weight"], gradient=gradient)
+            with mock.patch.object(filtering, "refusal", lambda *numbers: "refused"):
+                total.backward()
+            kinds = [type(factor) for factor in h["weight"].factors]
+            base.require(not later or kinds == [Classes] and h.release(1.0, 1), f"refused: {kinds} are kept")
+            ends.append((w.detach() - C, leaf.grad))
+        same = all(cce.error(b, a) < 1e-5 for a, b in zip(*ends, strict=True))
+        base.require(same, "refused in backward: not the exact step")
+    weight, handle = classifier_handle(C, "fp32", "auto", "auto", SLAB)
+    state, loss = handle["weight"], functools.partial(loss, state=handle["weight"])
+    after = weight.detach().clone()
     must_raise("bias", lambda: loss(e, weight, bias=torch.zeros(V, device=device)))
     must_raise("gradient is", lambda: forge_classifier(e, weight, x, state, gradient="filter"))
     must_raise("fp16", lambda: loss(e.half(), weight))
@@ -2282,16 +2331,21 @@ def check_embedding(device="cpu", N=90, V=50, K=136):
             theirs = nn.Parameter(W.clone())
             library = library_step(AdamW(weight_decay=0.1), theirs)
             for step in (1, 2):
-                tokens = torch.randint(V // 2, (N // 9, 9), generator=generator).to(device)
-                dX = torch.randint(-2, 3, (N // 9, 9, K), generator=generator).float().to(device)
+                tokens = torch.randint(V // 2, (1, N), generator=generator).to(device)
+                dX = torch.randint(-2, 3, (1, K, N), generator=generator).float().mT.to(device)  # strided
                 handle.arm(1e-2, step)
                 other.arm(1e-2, step)
                 out = model(tokens)
                 same = out.dtype == torch.float32 and torch.equal(out, twin.detach()[tokens].float())
                 base.require(same, f"{layout}, {rung}, {backend}: the output is not the rows of the weight")
+                version = model[0].weight._version
                 (1.0 * out).backward(dX)
+                base.require(model[0].weight._version > version, f"{layout}, {backend}: autograd was not told")
                 dense = torch.zeros(V, K, device=device).index_add_(0, tokens.flatten(), dX.flatten(0, 1))
                 other["0.weight"].step(dense)
+                told = zip(handle.telemetry()[1:], other.telemetry()[1:], strict=True)
+                alike = all(torch.allclose(a.double(), b.double()) for a, b in told)
+                base.require(alike, f"{layout}, {backend}: other telemetry")
                 library.param_groups[0]["lr"], theirs.grad = 1e-2, dense
                 library.step()
                 pairs = zip((handle["0.weight"].tensors | {"weight": model[0].weight}).items(),
@@ -2367,6 +2421,8 @@ def check_stash(device="cpu", sizes=(4, 24, 200), V=300, D=32):
                             i = slice(part * tokens, (part + 1) * tokens)
                             weight = math.nan if bad and part == 2 else 0.25
                             (weight * model(x[i], y[i])).backward()
+                        kept = [t for s in handle.states.values() for f in s.factors for t in tensors_of(f)]
+                        base.require(not any(t.requires_grad for t in kept), f"{title}: a factor keeps the graph")
                         taken = handle.release(1e-2 * step, step, clip, handle.ordinary.values())
                         base.require(taken != bad, f"{title}: a step was {'taken' if taken else 'not taken'}")
                         same = all(map(torch.equal, before, (*model.parameters(), *every_tensor(handle))))
@@ -2408,6 +2464,82 @@ def check_factors(device="cpu", M=96, K=160):
             base.require(handle.release(1.0, 1), "finite factors, and no step")
             base.require(cce.error(weight.detach(), -dW) < 2e-6, f"{N} tokens, {rung}, {backend}: another update")
             base.require(not state.factors and not handle.stashing, "factors are left")
+
+
+def check_release(device="cpu", M=160, K=600):
+    """Factors of several kinds, in several slabs of rows and of columns; what is not finite, in any of them; and the
+    states between stash(), release(), arm() and disarm()."""
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(shape, generator=generator).to(device)  # noqa: E731
+    X, dY, more = draw(20, K), draw(20, M), draw(M, K)
+    for rung, backend in rungs(device):
+        title = f"{rung}, {backend}"
+        weight, handle = forged(torch.zeros(M, K, device=device), SGD(), "fp32", rung, backend)
+        state = handle["weight"]
+        handle.arm(0.0, 1)
+        handle.stash()
+        base.require(handle.stashing and not handle.armed, f"{title}: stash() after arm()")
+        state.factors = [Product(dY[:7], X[:7]), Whole(more), Product(dY[7:], X[7:])]
+        must_raise("factors of an earlier", handle.stash)
+        dW = dY.T @ X + more
+        base.require(abs(handle.norm() / dW.norm() - 1) < 1e-5, f"{title}: norm of several kinds of factors")
+        base.require(handle.release(1.0, 1) and cce.error(weight.detach(), -dW) < 1e-5, f"{title}: several kinds")
+        base.require(not (state.factors or handle.stashing or handle.armed), f"{title}: release() left something")
+        before, other = weight.detach().clone(), nn.Parameter(torch.zeros(3, device=device))
+        bad = Whole(torch.full((M, K), math.inf, device=device))
+        for factors, g in (([Product(dY, X), bad], 1.0), ([Product(dY, X)], math.nan)):
+            handle.stash()
+            state.factors, other.grad = factors, torch.full((3,), g, device=device)
+            taken = handle.release(1.0, 2, others=[other])
+            base.require(not taken and torch.equal(before, weight), f"{title}: stepped by what is not finite")
+            base.require(other.grad is None and not (state.factors or handle.stashing), f"{title}: a refusal's rest")
+        handle.stash()
+        (2.0 * weight).sum().backward()  # a use outside the layer
+        base.require(abs(handle.norm() - 2 * math.sqrt(M * K)) < 1e-3, f"{title}: a use outside its layer is lost")
+        handle.disarm()
+        handle.stash()
+        base.require(handle.norm() == 0 and handle.release(0.1, 2, 1.0), f"{title}: nothing was kept")
+        base.require(handle.clipped_norm == 0 and not handle.stashing, f"{title}: after an empty step")
+        handle.stash()
+        handle.arm(0.0, 3)
+        base.require(handle.armed and not handle.stashing, f"{title}: arm() after stash()")
+    a, b = draw(1500, 3), draw(1500, 5)
+    base.require(cce.error(ghost_square(a, b), (a.T @ b).square().sum()) < 1e-5, "a ghost norm in pieces")
+
+
+def check_slices(device="cpu", N=24, V=300, D=256):
+    """Armed, and from factors that waited: the gradient that is written down, in several slabs of rows, with operands
+    narrower than the weight, and a softcap. The factors keep no graph."""
+    for dtype, cap in ((torch.float32, 5.0), (torch.bfloat16, None)):
+        E, C, x = (t.detach() for t in cce.trained_problem(N, V, D, dtype, device))
+        for gradient, rung, backend in classifier_ways(device, dtype, D):
+            if INTERPRETED and backend == "triton" and (gradient == "exact" or dtype == torch.float32):
+                continue  # slow
+            options = dict(gradient=gradient, softcap=None if gradient == "sparse" else cap, backend=backend)
+            title, changes = f"{dtype}, {gradient}, {rung}, {backend}", []
+            for way in ("stash", "arm", "written down"):
+                weight, handle = classifier_handle(C, "fp32", rung, backend, 4 * 128 * 256, SGD())
+                state, e, old = handle["weight"], E.clone().requires_grad_(), weight.detach().clone()
+                handle.stash() if way == "stash" else handle.arm(1.0, 1)
+                if way == "written down":
+                    sink = Unfused(state)
+                    filtering.linear_cross_entropy(
+                        e, weight.to(dtype), x, sink=sink, reduction="sum", **options).backward()
+                    changes.append(-sink.dC)
+                    continue
+                forge_classifier(1.0 * e, weight, x, state, reduction="sum", **options).backward()  # E has a graph
+                if way == "stash":
+                    kinds = [type(factor) for factor in state.factors]
+                    base.require(kinds == [Listed if gradient == "sparse" else Classes], f"{title}: kept {kinds}")
+                    kept = [t for factor in state.factors for t in tensors_of(factor)]
+                    base.require(not any(t.requires_grad for t in kept), f"{title}: a factor keeps the graph")
+                    norm = handle.norm()
+                    handle.release(1.0, 1)
+                changes.append(weight.detach() - old)
+            for change in changes[:2]:
+                off = cce.error(change, changes[2])
+                base.require(off < 1e-4, f"{title}: another update, by {off:.1e}")
+            base.require(abs(norm / changes[2].norm() - 1) < 1e-5, f"{title}: another norm")
 
 
 def check_classifier_memory(device="cpu", N=64, V=2**16, D=128):
@@ -2842,7 +2974,7 @@ def measure_traffic(device, ledger, M=8192, K=8192):
 
 CHECKS = [check_exact, check_fidelity, check_input_gradient, check_rounding, check_shards, check_codes, check_linear]
 CHECKS += [check_telemetry, check_resume, check_misuse, check_memory, check_classifier, check_classifier_use]
-CHECKS += [check_embedding, check_stash, check_factors, check_classifier_memory]
+CHECKS += [check_slices, check_embedding, check_stash, check_factors, check_release, check_classifier_memory]
 
 
 def body(device, ledger, args):
