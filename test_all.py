@@ -431,7 +431,8 @@ def test_spawn_ends_the_others_when_one_fails():
 # ==== 04: the step inside backward ====================================================================================
 
 
-ON_MORE_SHAPES = (forging.check_exact, forging.check_shards, forging.check_classifier, forging.check_stash)
+ON_MORE_SHAPES = (forging.check_exact, forging.check_shards, forging.check_classifier, forging.check_slices,
+                  forging.check_stash)
 
 
 @pytest.mark.parametrize("check", [check for check in forging.CHECKS if check not in ON_MORE_SHAPES],
@@ -445,6 +446,11 @@ def test_forge(check):
 ])
 def test_forged_classifier_of_more_shapes(N, V, D, layouts, softcap):
     forging.check_classifier(DEVICE, N, V, D, layouts, softcap)
+
+
+@needs_triton
+def test_forged_classifier_in_slices_by_kernels():
+    forging.check_slices(DEVICE, kernels=True)
 
 
 def test_stash_of_more_shapes():
