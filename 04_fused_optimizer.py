@@ -1030,7 +1030,7 @@ class Whole(NamedTuple):
 
     def write(self, state, out, top, left, add):
         block = self.gradient[top : top + out.shape[0], left : left + out.shape[1]]
-        out.copy_(out + block if add else block)
+        out.add_(block) if add else out.copy_(block)
 
 
 def merged(factors):
@@ -1171,7 +1171,8 @@ class Forge:
         raise ValueError("no GradScaler: gradients are used before they could be unscaled: use bf16 instead of fp16")
 
     def __getitem__(self, name):
-        return next(state for state in self.states.values() if name in state.names)
+        """The State of a weight, by any of its names."""
+        return {alias: state for state in self.states.values() for alias in state.names}[name]
 
     def check_group(self):
         """Refuse more than one data-parallel process."""
