@@ -383,7 +383,7 @@ class Optimizer:
     torch's, in finish(). With --clip or --accum 04's steps, too, wait for finish()."""
 
     def __init__(self, model, args):
-        self.forged, model.head, self.everything = None, None, list(model.parameters())
+        self.forged = model.head = None
         if args.optimizer != "adamw":
             whole = dict(embeddings=True, classifier="classifier") if args.optimizer == "forge-cce" else {}
             self.forged = forging.forge(model, RULE, args.states, seed=args.seed, **whole)
@@ -876,17 +876,17 @@ def train(model, optimizer, data, config, world, args, device, start, stop):
         if keep:
             save(done)
     if args.dry_run:
-        for text in compare_memory(config, optimizer, alive, world, args, device):
+        for text in compare_memory(config, model, optimizer, alive, world, args, device):
             log.say(text)
     elif start < args.steps:
         log.say(f"saved   {args.out}, step {args.steps}")
     return 0
 
 
-def compare_memory(config, optimizer, alive, world, args, device):
+def compare_memory(config, model, optimizer, alive, world, args, device):
     """Lines: predicted and measured MiB by category, after some steps."""
     parts, peak = predict_memory(config, args.batch // (world.size * args.accum), args.accum, args, device)
-    weights = sum(p.nbytes for p in optimizer.everything)
+    weights = sum(p.nbytes for p in model.parameters())
     slab = optimizer.forged.slab.nbytes if optimizer.forged else 0
     measured = dict(
         parameters=weights, gradients=alive["backward"] - alive["before"] + slab,
