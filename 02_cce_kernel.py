@@ -214,6 +214,15 @@ def load_tile(matrix, rows, cols, num_rows, num_cols, stride):
 
 
 @triton.jit
+def fused_multiply_add(a, b, c):
+    """a b + c, rounded once, whatever the compiler does elsewhere. The interpreter rounds twice (newer ones fuse, older
+    ones do not)."""
+    if UPCAST:
+        return a * b + c
+    return tl.fma(a, b, c)
+
+
+@triton.jit
 def dot(a, b, acc):
     """acc + a @ b with fp32 sums. a is rounded to the dtype of b; fp32 operands keep all their bits (no tf32)."""
     if UPCAST:
@@ -815,11 +824,11 @@ def sliced_gradients(wanted, E, C, bias, targets, lse, grad_lse, grad_target, so
     """dE (N, D), dC (V, D), dbias (V,), or None where not wanted, from the gradients (N,) of lse and target logit.
     With a sink, see linear_cross_entropy, the slices of dC are its own affair, and dC is None."""
     g_softmax, g_target, unit = row_gradients(-grad_target, grad_lse + grad_target, E.dtype)
+    to_sink = wanted[1] and sink is not None
     dE = torch.zeros(E.shape, dtype=lse.dtype, device=E.device) if wanted[0] else None
-    dC = torch.empty_like(C) if wanted[1] and sink is None else None
+    dC = torch.empty_like(C) if wanted[1] and not to_sink else None
     db = torch.empty_like(bias) if wanted[2] else None
     part_of = lambda tensor, part: None if tensor is None else tensor[part]  # noqa: E731
-    to_sink = wanted[1] and sink is not None
     if to_sink:
         sink.begin()
     for start, stop in pieces(C.shape[0], block):
@@ -830,7 +839,7 @@ def sliced_gradients(wanted, E, C, bias, targets, lse, grad_lse, grad_target, so
             part_of(bias, part), softcap, backend,
         )
     if to_sink:
-        sink.end(E, targets, lse, g_softmax, g_target, softcap, backend)
+        sink.end(E, targets, lse, g_softmax, g_target, softcap, backend, block)
     return None if dE is None else dE.mul_(unit).to(E.dtype), dC, db
 
 
@@ -926,8 +935,8 @@ def linear_cross_entropy(
 
     sink: takes dC instead of autograd, a slice at a time (04's optimizer step). In backward it is called as begin(),
     rows(start, G, E) for each slice G (N, W) from class `start` on, whose rows of C were read for the last time, and
-    end(E, targets, lse, g_softmax, g_target, softcap, backend), of which gradient_slice makes G again; beforehand
-    align(block) -> columns of a slice. With a sink the gradient goes over the vocabulary.
+    end(E, targets, lse, g_softmax, g_target, softcap, backend, block), of which gradient_slice makes G again; before
+    all, align(block) says how many columns a slice should have. With a sink the gradient goes over the vocabulary.
     ValueError on arguments that do not fit. arXiv 2411.09009 and 2511.17599.
     """
     E, C, targets, backend = checked_inputs(
@@ -935,21 +944,21 @@ def linear_cross_entropy(
     )
     shape, targets, E = targets.shape, targets.reshape(-1), E.reshape(-1, C.shape[1])
     E, C = kernel_inputs(E, C) if backend == "triton" else (E, C)
-    plan = plan_for(E, C, softcap, "none" if sink else reduction, return_lse, backend, workspace)
+    plan = plan_for(E, C, softcap, reduction, return_lse, backend, workspace, sink)
     wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (E, C, bias))
     if plan.order == "tokens" and wanted:
         return _TokenOrder.apply(E, C, bias, targets, ignore_index, reduction, backend, plan.block)
-    block = sink.align(plan.block) if sink else plan.block
-    lse, target_logit = _VocabularyOrder.apply(E, C, bias, targets, softcap, backend, block, sink)
+    lse, target_logit = _VocabularyOrder.apply(E, C, bias, targets, softcap, backend, plan.block, sink)
     loss = loss_from(lse, target_logit, targets, C.shape[0], ignore_index, reduction, shape)
     return (loss, lse.view(shape)) if return_lse else loss
 
 
-def plan_for(E, C, softcap, reduction, return_lse, backend, workspace):
+def plan_for(E, C, softcap, reduction, return_lse, backend, workspace, sink=None):
     """gradient_plan for a call with these arguments."""
     tokens = reduction != "none" and not return_lse and softcap is None  # one upstream number, and G from softmax alone
-    tokens = tokens and (backend == "torch" or takes_descriptors(E, C))
-    return gradient_plan(E.shape[0], *C.shape, E.device, E.dtype, workspace, tokens=tokens, backend=backend)
+    tokens = tokens and sink is None and (backend == "torch" or takes_descriptors(E, C))
+    plan = gradient_plan(E.shape[0], *C.shape, E.device, E.dtype, workspace, tokens=tokens, backend=backend)
+    return plan if sink is None else plan._replace(block=sink.align(plan.block))
 
 
 def loss_from(lse, target_logit, targets, V, ignore_index, reduction, shape):

@@ -337,7 +337,7 @@ if INTERPRETED:
 
 fetched_logits, tile_softmax, tile_gradient, dot = cce.fetched_logits, cce.tile_softmax, cce.tile_gradient, cce.dot
 next_tile, mask_tail, exponentials, LOG2E = cce.next_tile, cce.mask_tail, cce.exponentials, cce.LOG2E
-UPCAST = cce.UPCAST
+fused_multiply_add = cce.fused_multiply_add
 
 
 @triton.jit
@@ -837,11 +837,9 @@ def column_tile(c, row, col, V, D, ROWS: tl.constexpr, COLS: tl.constexpr, ENTRI
             e = tl.load(e_at, mask=listed[:, None] & inside[None, :], other=0.0).to(tl.float32)
             if c.weights is None:
                 acc += e
-            elif UPCAST:  # the interpreter
-                acc += e * tl.load(c.weights + begin + i + j, mask=listed, other=0.0)[:, None]
-            else:  # said, not left to the compiler, so that each kernel makes the same bits
+            else:  # fused by name, not as the compiler likes, so that each kernel makes the same bits
                 w = tl.load(c.weights + begin + i + j, mask=listed, other=0.0)
-                acc = tl.fma(e, tl.broadcast_to(w[:, None], (ROWS, COLS)), acc)
+                acc = fused_multiply_add(e, tl.broadcast_to(w[:, None], (ROWS, COLS)), acc)
     return acc
 
 
@@ -1277,10 +1275,9 @@ def linear_cross_entropy(
         how = Filter(rule, eps, filter, sort, fetched, width, stats)
         pair = _FilteredCrossEntropy.apply(E, C, bias, x, counted, softcap, how)
     else:
-        plan = cce.plan_for(E, C, softcap, "none" if sink else reduction, return_lse, backend, workspace)
+        plan = cce.plan_for(E, C, softcap, reduction, return_lse, backend, workspace, sink)
         backend = "triton" if fetched else "torch"
-        block = cce.plan_for(E, C, softcap, "none", return_lse, backend, workspace).block
-        block = sink.align(block) if sink else block
+        block = cce.plan_for(E, C, softcap, "none", return_lse, backend, workspace, sink).block
         stats = return_stats if reused else SparseStats()
         how = Sparse(gradient, SPARSE_EPS if filter_eps == "auto" else filter_eps, max_error, plan.passes, block,
                      sparse_room(*C.shape, E.dtype, workspace), backend, stats, sink)

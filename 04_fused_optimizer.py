@@ -78,7 +78,7 @@ cce = importlib.import_module("02_cce_kernel")
 filtering = importlib.import_module("03_grad_filter_sort")
 HAS_TRITON, INTERPRETED, MIB = base.HAS_TRITON, base.INTERPRETED, base.MIB
 load_tile, dot, tile_at, UPCAST = cce.load_tile, cce.dot, cce.tile_at, cce.UPCAST
-column_tile = filtering.column_tile
+fused_multiply_add, column_tile = cce.fused_multiply_add, filtering.column_tile
 
 if HAS_TRITON:
     import triton
@@ -441,14 +441,6 @@ class Fields(NamedTuple):
 
 
 @triton.jit
-def fused_multiply_add(a, b, c):
-    """The interpreter rounds twice, as fma above does on a CPU (newer ones fuse, older ones do not)."""
-    if UPCAST:
-        return a * b + c
-    return tl.fma(a, b, c)
-
-
-@triton.jit
 def quotient(a, b, EXACT: tl.constexpr):
     """a / b, correctly rounded or, with a tenth of the instructions, within 2 units of the last place."""
     if EXACT or UPCAST:
@@ -741,7 +733,8 @@ class State:
         """ValueError if the next backward pass would go wrong."""
         weight, W, master = self.weight, self.fields.W, self.fields.master
         if weight.grad is not None:
-            raise ValueError(f"{name} has a gradient already, which no step would use: call it before backward()")
+            raise ValueError(f"{name} has a gradient already, which no step would use: call arm() or stash() before "
+                             "backward()")
         if not stash and (len(self.uses) > 1 or len(self.names) > 1):
             raise ValueError(reused(name))
         if self.factors:
@@ -828,7 +821,7 @@ class State:
         if isinstance(only, Whole):
             return norm(only.gradient) ** 2
         plan = self.handle.plan(self, None)
-        return sum(norm(slab) ** 2 for slab, _, _ in self.slabs(factors, plan.rows, plan.cols, torch.float32))
+        return sum(norm(slab) ** 2 for slab, _, _ in self.slabs(factors, plan.rows, plan.cols, dtype=torch.float32))
 
     def used(self, use, version):
         """A forward pass, at this version of the weight, has come to its backward."""
@@ -853,10 +846,10 @@ class State:
         fusion = {} if INTERPRETED else dict(enable_fp_fusion=False)
         return dict(RULE=self.handle.rule.code, GROUP=GROUP, **fusion)
 
-    def slabs(self, factors, rows, cols, dtype=None):
-        """v2. Yield (slab, row, column): the gradient of the block of W there, a sum over factors (section 7). One
-        buffer takes the slabs in turn; each is made when its turn comes, after the step of those before it."""
-        M, K = self.weight.shape
+    def slabs(self, factors, rows, cols, M=None, dtype=None):
+        """v2. Yield (slab, row, column): a gradient (M, K), by default of all of W, a sum over factors (section 7),
+        block by block. One buffer takes the slabs in turn; each is made after the step of those before it."""
+        M, K = M or len(self.weight), self.weight.shape[1]
         dtype = dtype or (self.handle.gradient if len(factors) == 1 else torch.float32)  # rounded once, if at all
         buffer = self.handle.buffer(min(rows, M) * min(cols, K), dtype)
         for top, bottom in cce.pieces(M, rows):
@@ -866,10 +859,11 @@ class State:
                     factor.write(self, slab, top, left, add=i > 0)
                 yield slab, top, left
 
-    def step_in_slabs(self, factors, rows, cols):
-        """v2: the step of all of W, for `rows` x `cols` elements at a time. ValueError as for step."""
-        for slab, top, left in self.slabs(factors, rows, cols):
-            self.step(slab, top, left)
+    def step_in_slabs(self, factors, rows, cols, row=0, M=None):
+        """v2: the step of M rows of W from `row` on (by default all), for `rows` x `cols` elements at a time.
+        ValueError as for step."""
+        for slab, top, left in self.slabs(factors, rows, cols, M):
+            self.step(slab, row + top, left)
 
     def step_fused(self, dY, X, row=0, col=0):
         """v3. dY (N, R), X (N, C), fp32 or bf16: the step of the block (R, C) at (row, col) of W, without its gradient.
@@ -1145,7 +1139,7 @@ class Forge:
                 shapes[name] = plan_rows(*weights[name].shape, 0, layout, "slab", slab, gradient.itemsize)[1:3]
             largest = max(rows * cols for rows, cols in shapes.values())
         # Nothing was changed so far, and nothing below can be refused.
-        self.armed, self.stashing, self.at_step, self.scale = False, False, 0, 1.0
+        self.armed, self.stashing, self.at_step, self.scale, self.clipped_norm = False, False, 0, 1.0, None
         self.scalars, self.key = torch.zeros(8, device=device), torch.tensor([seed, 0], device=device)
         self.slab = torch.empty(largest, dtype=gradient, device=device)
         self.records = torch.zeros(len(weights), 2, as_int(SLOTS), dtype=torch.float64, device=device)
@@ -1287,8 +1281,6 @@ class Forge:
         self.armed = self.stashing = False
         for state in self.states.values():
             state.factors, state.versions = [], []
-
-    clipped_norm = None
 
     def telemetry(self):
         """By-products of the last armed step, without waiting for the device."""
@@ -1460,8 +1452,6 @@ class _ForgedEmbedding(torch.autograd.Function):
         state.used(ctx.use, ctx.seen)
         M, K = state.weight.shape
         tokens, dX = tokens.reshape(-1), dx.reshape(-1, K)  # (N,), (N, K)
-        if not cce.wanted(ctx, 0):
-            return None, None, None, None
         if not (state.handle.armed or state.handle.stashing):
             return torch.ops.aten.embedding_dense_backward(dX, tokens, M, -1, False).to(state.weight.dtype), *[None] * 3
         dX = cce.rows_contiguous(dX)
@@ -1496,11 +1486,10 @@ class Sink:
     has been used for dE; or all rows at once, as lists."""
 
     def __init__(self, state):
-        self.state, self.use, self.seen, self.block = state, Use(), state.weight._version, None
+        self.state, self.use, self.seen = state, Use(), state.weight._version
 
     def align(self, block):
-        self.block = whole_slabs(block, self.state.handle.plan(self.state, None).rows)
-        return self.block
+        return whole_slabs(block, self.state.handle.plan(self.state, None).rows)
 
     def begin(self):
         state = self.state
@@ -1519,18 +1508,13 @@ class Sink:
         plan = state.plan = handle.plan(state, len(E))
         if plan.rung == "fused":
             state.step_fused(G, E, start)
-            return
-        for a, b in cce.pieces(G.shape[1], plan.rows):
-            slab = handle.buffer((b - a) * plan.cols, handle.gradient)[: (b - a) * plan.cols].view(b - a, plan.cols)
-            weight_gradient(G[:, a:b], E, slab)
-            state.step(slab, start + a)
+        else:
+            state.step_in_slabs([Product(G, E)], plan.rows, plan.cols, start, G.shape[1])
 
-    def end(self, E, targets, lse, g_softmax, g_target, softcap, backend):
+    def end(self, E, targets, lse, *others):
         if self.state.handle.stashing:
             # A factor must not keep the graph: what autograd saved comes back with its history.
-            self.state.keep(
-                Classes(E.detach(), targets, lse.detach(), g_softmax, g_target, softcap, backend, self.block)
-            )
+            self.state.keep(Classes(E.detach(), targets, lse.detach(), *others))
 
     def columns(self, columns):
         """The step of all rows."""

@@ -399,7 +399,7 @@ class Optimizer:
         self.at = lr, step
         for group in self.ordinary.param_groups:
             group["lr"] = lr
-        if self.forged and self.waits:
+        if self.waits:
             self.forged.stash()
         elif self.forged:
             self.forged.arm(lr, step)
@@ -407,8 +407,8 @@ class Optimizer:
     def finish(self):
         """The rest of the step, after all gradients; returns their norm, a tensor. Forged steps that waited are not
         taken, nor any other, if the norm (without --clip: a factor or a gradient) is not finite."""
-        taken = not (self.forged and self.waits) or self.forged.release(*self.at, self.clip, self.parameters)
-        if self.forged and self.waits and (self.clip or not taken):
+        taken = not self.waits or self.forged.release(*self.at, self.clip, self.parameters)
+        if self.waits and (self.clip or not taken):
             norm = torch.tensor(self.forged.clipped_norm if self.clip else math.nan)
         else:
             norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.clip or math.inf)
@@ -485,8 +485,8 @@ def layer_shapes(config):
 def factor_sizes(config, tokens, args):
     """Bytes of what forged weights hold until all of a step's tokens were seen: of the layers' factors, of the same as
     gradients, of what is kept (for each weight the smaller), and that of embedding and classifier, if forged."""
-    size = 2 if args.dtype == "bf16" else 4
-    pairs = [(size * tokens * (M + K), 4 * M * K) for M, K in layer_shapes(config)]
+    size = cut_dtype(args).itemsize
+    pairs = [(forging.stash_bytes([(M, K)], tokens, size), 4 * M * K) for M, K in layer_shapes(config)]
     table, lists = 4 * config.vocab * config.dim, 4 * tokens + 4 * args.accum * (config.vocab + 1)
     embedding, classifier = 4 * tokens * config.dim + lists, (size * config.dim + 20) * tokens
     tables = min(embedding, table) + min(classifier, table)
@@ -524,8 +524,8 @@ def predict_memory(config, batch, accum, args, device):
     parts = dict(parameters=4 * others + weight * forged, gradients=4 * others + layer)
     parts |= dict(optimizer=8 * others + state * forged)
     # Autocast keeps a 16-bit copy of each weight from forward to backward; of a forged one it is made twice instead.
-    copies = 2 * layers if autocast and args.optimizer != "adamw" else 0
-    activations = base.activation_bytes(config, N, autocast, fused_norm=cuda) - copies
+    remade = 2 * layers if autocast and args.optimizer != "adamw" else 0
+    activations = base.activation_bytes(config, N, autocast, fused_norm=cuda) - remade
     parts |= dict(activations=activations, loss=loss)
     kept = sum(factor_sizes(config, N * accum, args)[2:]) if waits(args) else 0
     parts["gradients"] += kept
@@ -728,7 +728,7 @@ def describe_run(config, data, world, args, device, start):
     if waits(args):
         mine = tokens // world.size
         factors, gradients, _, _ = factor_sizes(config, mine, args)
-        enough = forging.crossover(layer_shapes(config), 2 if args.dtype == "bf16" else 4)
+        enough = forging.crossover(layer_shapes(config), cut_dtype(args).itemsize)
         yield f"        a step's factors {factors / MIB:,.0f} MiB, gradients {gradients / MIB:,.0f} MiB (layers): " + (
             f"factors are kept, the smaller up to {enough:,.0f} tokens" if mine <= enough else
             f"beyond {enough:,.0f} tokens gradients are kept: --optimizer adamw does that in fewer passes"
@@ -862,7 +862,8 @@ def train(model, optimizer, data, config, world, args, device, start, stop):
         if stats.decision not in told and args.loss in DECIDING:
             told.add(stats.decision)
             log.say(f"step {done}: gradient of the loss {stats.decision}: {stats.reason}")
-        evaluate = not args.dry_run and done == args.steps or args.eval_every and done % args.eval_every == 0
+        evaluate = done == args.steps or args.eval_every and done % args.eval_every == 0
+        evaluate = evaluate and not args.dry_run
         keep = done == args.steps or args.save_every and done % args.save_every == 0
         if (stopped or keep) and not all(p.isfinite().all() for p in model.parameters()):
             return diverged(done, "the update left weights that are not finite")
