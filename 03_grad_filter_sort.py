@@ -329,11 +329,12 @@ class FilterStats:
 # ==== 5. Kernels: make the listed tiles of G, multiply with the listed tiles ==========================================
 
 PRODUCT = dict(BLOCK_M=128, BLOCK_W=128, BLOCK_K=64, num_warps=4, num_stages=3)  # two programs fit a multiprocessor
-# Of the column pass: most classes list an entry or two. One warp, whose threads fetch 16 bytes each of a row of E.
-COLUMNS = dict(ROWS=1, COLS=256, ENTRIES=4, num_warps=1)
+# Of the column pass: most classes list a few entries. One warp, whose threads fetch 16 bytes each of a row of E, makes
+# SPAN tiles side by side: what it has to know of the row (a quarter of its instructions) serves all of them.
+COLUMNS = dict(ROWS=1, COLS=256, ENTRIES=4, SPAN=3, num_warps=1)
 if INTERPRETED:
     PRODUCT = dict(BLOCK_M=32, BLOCK_W=32, BLOCK_K=32)
-    COLUMNS = dict(ROWS=32, COLS=256, ENTRIES=2)
+    COLUMNS = dict(ROWS=32, COLS=128, ENTRIES=2, SPAN=3)
 
 fetched_logits, tile_softmax, tile_gradient, dot = cce.fetched_logits, cce.tile_softmax, cce.tile_gradient, cce.dot
 next_tile, mask_tail, exponentials, LOG2E = cce.next_tile, cce.mask_tail, cce.exponentials, cce.LOG2E
@@ -641,14 +642,21 @@ def columns_of(E, rows, classes, values, V, **others):
     return Columns(E, E.stride(0), rows[order].int(), values, begin, **others)
 
 
+def column_options(columns, R, D):
+    """Programs, and their constants, for R rows of Columns. Where a list can be very long, as that of an embedding's
+    commonest token, the tiles of a row should not wait for one another."""
+    options = COLUMNS | (dict(SPAN=1) if columns.weights is None else {})
+    return triton.cdiv(R, options["ROWS"]) * triton.cdiv(D, options["COLS"] * options["SPAN"]), options
+
+
 @cce.without_autocast
 def write_columns(out, columns, top=0, unit=None, add=False, backend="torch"):
     """out (R, D) = or += unit * rows top ... top + R of what Columns stand for. Fixed order of sums, in fp32 (fp64)."""
     unit = torch.ones((), device=out.device) if unit is None else unit
     if backend == "triton":
-        programs = triton.cdiv(len(out), COLUMNS["ROWS"]) * triton.cdiv(out.shape[1], COLUMNS["COLS"])
+        programs, options = column_options(columns, *out.shape)
         columns_kernel[(programs,)](
-            out, columns, top, top + len(out), out.shape[1], out.stride(0), unit, ADD=add, **COLUMNS
+            out, columns, top, top + len(out), out.shape[1], out.stride(0), unit, ADD=add, **options
         )
         return
     for start, stop in cce.pieces(len(out), max(1, cce.CPU_BLOCK // out.shape[1])):
@@ -815,20 +823,39 @@ def row_pass_kernel(
 
 
 @triton.jit
-def column_tile(c, row, col, V, D, ROWS: tl.constexpr, COLS: tl.constexpr, ENTRIES: tl.constexpr):
-    """The tile (ROWS, COLS) at (row, col) of what Columns c stand for, (V, D), in fp32."""
-    rows, cols = row + tl.arange(0, ROWS), col + tl.arange(0, COLS)
-    valid, inside = rows < V, cols < D
-    acc = tl.zeros((ROWS, COLS), tl.float32)
-    if c.prior is not None:
-        prior = tl.load(c.prior + rows, mask=valid, other=0.0)
-        acc += prior[:, None] * tl.load(c.lost_E + cols, mask=inside, other=0.0)[None, :]
-    if c.head is not None:  # 0 in the lists' classes
-        place = tl.load(c.place + rows, mask=valid, other=-1).to(tl.int64)
-        head_at = c.head + place[:, None] * D + cols[None, :]
-        acc += tl.load(head_at, mask=(place >= 0)[:, None] & inside[None, :], other=0.0).to(tl.float32)
+def column_span(D, ROWS: tl.constexpr, COLS: tl.constexpr, SPAN: tl.constexpr):
+    """Which tiles are this program's: the first of ROWS rows, the first column, and where its columns stop."""
+    across = tl.cdiv(D, SPAN * COLS)
+    first = tl.program_id(0) % across * SPAN * COLS
+    return tl.program_id(0) // across * ROWS, first, tl.minimum(first + SPAN * COLS, D)
+
+
+@triton.jit
+def column_lists(c, rows, stop):
+    """Of rows (ROWS,) of Columns up to `stop`: prior, place in the head, beginning of the list and its length."""
+    valid = rows < stop
     begin = tl.load(c.begin + rows, mask=valid, other=0)
     count = tl.load(c.begin + rows + 1, mask=valid, other=0) - begin
+    prior, place = 0.0, begin.to(tl.int64)  # not used, unless there are some
+    if c.prior is not None:
+        prior = tl.load(c.prior + rows, mask=valid, other=0.0)
+    if c.head is not None:
+        place = tl.load(c.place + rows, mask=valid, other=-1).to(tl.int64)
+    return prior, place, begin, count
+
+
+@triton.jit
+def column_tile(c, lists, col, D, ROWS: tl.constexpr, COLS: tl.constexpr, ENTRIES: tl.constexpr):
+    """What Columns c stand for at some rows, whose column_lists these are, and columns col ... col + COLS, in fp32."""
+    prior, place, begin, count = lists
+    cols = col + tl.arange(0, COLS)
+    inside = cols < D
+    acc = tl.zeros((ROWS, COLS), tl.float32)
+    if c.prior is not None:
+        acc += prior[:, None] * tl.load(c.lost_E + cols, mask=inside, other=0.0)[None, :]
+    if c.head is not None:  # 0 in the lists' classes
+        head_at = c.head + place[:, None] * D + cols[None, :]
+        acc += tl.load(head_at, mask=(place >= 0)[:, None] & inside[None, :], other=0.0).to(tl.float32)
     for i in range(0, tl.max(count, 0), ENTRIES):
         for j in tl.static_range(ENTRIES):  # their rows of E are fetched together
             listed = i + j < count  # (ROWS,)
@@ -846,18 +873,20 @@ def column_tile(c, row, col, V, D, ROWS: tl.constexpr, COLS: tl.constexpr, ENTRI
 @triton.jit
 def columns_kernel(
     out, c, top, bottom, D, stride, unit, ADD: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-    ENTRIES: tl.constexpr,
+    ENTRIES: tl.constexpr, SPAN: tl.constexpr,
 ):
     """Rows top ... bottom of what Columns c stand for, times unit, written or added to out (bottom - top, D)."""
-    across = tl.cdiv(D, COLS)
-    row, col = tl.program_id(0) // across * ROWS, tl.program_id(0) % across * COLS
-    acc = column_tile(c, top + row, col, bottom, D, ROWS, COLS, ENTRIES) * tl.load(unit)
-    rows, cols = row + tl.arange(0, ROWS), col + tl.arange(0, COLS)
-    at = out + rows.to(tl.int64)[:, None] * stride + cols[None, :]
-    inside = (top + rows < bottom)[:, None] & (cols < D)[None, :]
-    if ADD:
-        acc += tl.load(at, mask=inside, other=0.0)
-    tl.store(at, acc.to(out.dtype.element_ty), mask=inside)
+    row, first, stop = column_span(D, ROWS, COLS, SPAN)
+    rows = row + tl.arange(0, ROWS)
+    lists, scale = column_lists(c, top + rows, bottom), tl.load(unit)
+    for col in range(first, stop, COLS):
+        acc = column_tile(c, lists, col, D, ROWS, COLS, ENTRIES) * scale
+        cols = col + tl.arange(0, COLS)
+        at = out + rows.to(tl.int64)[:, None] * stride + cols[None, :]
+        inside = (top + rows < bottom)[:, None] & (cols < D)[None, :]
+        if ADD:
+            acc += tl.load(at, mask=inside, other=0.0)
+        tl.store(at, acc.to(out.dtype.element_ty), mask=inside)
 
 
 def listed_entries(E, C, x, threshold, head, capacity):

@@ -78,7 +78,8 @@ cce = importlib.import_module("02_cce_kernel")
 filtering = importlib.import_module("03_grad_filter_sort")
 HAS_TRITON, INTERPRETED, MIB = base.HAS_TRITON, base.INTERPRETED, base.MIB
 load_tile, dot, tile_at, UPCAST = cce.load_tile, cce.dot, cce.tile_at, cce.UPCAST
-fused_multiply_add, column_tile = cce.fused_multiply_add, filtering.column_tile
+fused_multiply_add, column_span = cce.fused_multiply_add, filtering.column_span
+column_lists, column_tile = filtering.column_lists, filtering.column_tile
 
 if HAS_TRITON:
     import triton
@@ -261,7 +262,7 @@ def classifier_bytes(N, V, D, gradient="exact", candidates=0, workspace=None, sl
     """Bytes that forge_classifier holds at its peak on a GPU with bf16 operands, dE (2 N D) and the slab included. For
     the sparse gradient: of a mean number of candidates a row."""
     dE = 2 * N * D
-    rows = plan_rows(V, D, N, "master", "slab", slab).rows
+    rows = plan_update(V, D, N, "master", "slab", slab, by_rows=True).rows
     if gradient == "sparse":
         places = filtering.places(N, candidates)
         return 4 * rows * D + dE + filtering.sparse_bytes(N, V, D, torch.bfloat16, places, sink=True)
@@ -278,25 +279,20 @@ def whole_slabs(block, rows):
 FUSED_UP_TO = {"fp32": (1024, 1024), "master": (512, 1024), "bf16": (512, 1024), "int8": (0, 0)}
 
 
-def plan_update(M, K, N, layout, rung="auto", slab=SLAB, itemsize=4):
-    """The Plan for dW (M, K), a sum over N tokens, with elements of `itemsize` bytes in a slab."""
-    if rung == "hook":
+def plan_update(M, K, N, layout, rung="auto", slab=SLAB, itemsize=4, by_rows=False):
+    """The Plan for dW (M, K), a sum over N tokens, with elements of `itemsize` bytes in a slab. by_rows: it comes row
+    by row, that of an embedding or a classifier: slabs of whole rows, also where no kernels run."""
+    if rung == "hook" and not by_rows:
         return Plan("hook", M, K, LAYOUTS[layout].weight.itemsize * M * K)
     slabs = itemsize * M * K / slab
     limit = FUSED_UP_TO[layout][slabs > 16] if slabs > 1 and itemsize == 4 else 0
     if rung == "fused" or (rung == "auto" and 0 < N <= limit):
         return Plan("fused", 0, 0, 0)
-    rows, cols = slab_shape(M, K, slab // itemsize)
+    if by_rows:
+        rows, cols = min(M, max(128, slab // itemsize // K // 128 * 128)), K
+    else:
+        rows, cols = slab_shape(M, K, slab // itemsize)
     return Plan("slab", rows, cols, itemsize * rows * cols)
-
-
-def plan_rows(M, K, N, layout, rung="auto", slab=SLAB, itemsize=4):
-    """plan_update for a weight whose gradient comes row by row, that of an embedding or a classifier: slabs of whole
-    rows, also where no kernels run."""
-    if plan_update(M, K, N, layout, rung, slab, itemsize).rung == "fused":
-        return Plan("fused", 0, 0, 0)
-    rows = min(M, max(128, slab // itemsize // K // 128 * 128))
-    return Plan("slab", rows, K, itemsize * rows * K)
 
 
 @functools.cache
@@ -610,12 +606,18 @@ def update_tile(
 
 
 @triton.jit
+def add_totals(squares, change, g, changes):
+    """By-products of a tile: the sum of squares of its gradient, added, and the largest change so far."""
+    return squares + tl.sum(tl.sum(g * g, 1), 0), tl.maximum(change, tl.max(tl.max(changes, 1), 0))
+
+
+@triton.jit
 def record(s, squares, change):
-    """By-products of some tiles: the sum of squares of the gradient, the largest change. (relaxed: the default order
-    makes every program wait for its stores, which doubled the time of the 16- and 8-bit layouts.)"""
+    """A program's totals. (relaxed: the default order makes every program wait for its stores, which doubled the time
+    of the 16- and 8-bit layouts. Once a program, not a tile: that took up to 8 % of a step by lists.)"""
     slot = s.telemetry + tl.program_id(0) % SLOTS
-    tl.atomic_add(slot, tl.sum(tl.sum(squares, 1), 0).to(tl.float64), sem="relaxed")
-    tl.atomic_max(slot + SLOTS, tl.max(tl.max(change, 1), 0).to(tl.float64), sem="relaxed")
+    tl.atomic_add(slot, squares.to(tl.float64), sem="relaxed")
+    tl.atomic_max(slot + SLOTS, change.to(tl.float64), sem="relaxed")
 
 
 @triton.jit
@@ -629,8 +631,10 @@ def step_kernel(
     rows, cols = down + tl.arange(0, BLOCK_M), right + tl.arange(0, BLOCK_K)
     g = load_tile(G, rows, cols, row_stop - row, col_stop - col, stride).to(tl.float32)  # (BLOCK_M, BLOCK_K)
     scalars, key = constants(s)
-    change = update_tile(g, s, scalars, key, row + down, col + right, row_stop, col_stop, RULE, GROUP, BLOCK_M, BLOCK_K)
-    record(s, g * g, change)
+    row, col = row + down, col + right
+    changes = update_tile(g, s, scalars, key, row, col, row_stop, col_stop, RULE, GROUP, BLOCK_M, BLOCK_K)
+    squares, change = add_totals(0.0, 0.0, g, changes)
+    record(s, squares, change)
 
 
 # ==== 5. v3, FORGE: the tile of dW stays in registers =================================================================
@@ -677,10 +681,11 @@ def forge_kernel(
             x = load_tile(X, tokens, cols, N, col_stop - col, stride_x)
         acc = dot(tl.trans(dy), x, acc)
     scalars, key = constants(s)
-    change = update_parts(
+    changes = update_parts(
         acc, s, scalars, key, row + down, col + right, row_stop, col_stop, RULE, GROUP, BLOCK_M, BLOCK_K, PARTS
     )
-    record(s, acc * acc, change)
+    squares, change = add_totals(0.0, 0.0, acc, changes)
+    record(s, squares, change)
 
 
 # The same for rows that come as lists, 03's Columns: a sparse gradient of a classifier, the tokens of an embedding.
@@ -690,14 +695,18 @@ def forge_kernel(
 @triton.jit
 def listed_kernel(
     c, s, M, K, RULE: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, ENTRIES: tl.constexpr,
+    SPAN: tl.constexpr,
 ):
-    """The step of a tile of W (M, K) from Columns c, each row's entries summed in registers."""
-    across = tl.cdiv(K, COLS)
-    row, col = tl.program_id(0) // across * ROWS, tl.program_id(0) % across * COLS
-    g = column_tile(c, row, col, M, K, ROWS, COLS, ENTRIES)
+    """The step of SPAN tiles of W (M, K) from Columns c, each row's entries summed in registers."""
+    row, first, stop = column_span(K, ROWS, COLS, SPAN)
+    lists = column_lists(c, row + tl.arange(0, ROWS), M)
     scalars, key = constants(s)
-    change = update_tile(g, s, scalars, key, row, col, M, K, RULE, GROUP, ROWS, COLS)
-    record(s, g * g, change)
+    squares, change = 0.0, 0.0
+    for col in range(first, stop, COLS):
+        g = column_tile(c, lists, col, K, ROWS, COLS, ENTRIES)
+        changes = update_tile(g, s, scalars, key, row, col, M, K, RULE, GROUP, ROWS, COLS)
+        squares, change = add_totals(squares, change, g, changes)
+    record(s, squares, change)
 
 
 # ==== 6. A weight with its state: the three rungs ====================================================================
@@ -888,9 +897,8 @@ class State:
         """The step of all of W by 03's Columns: the gradient of each row is summed, and used, in registers. Needs
         Triton's kernels. ValueError as for step."""
         self.check_block(0, 0, self.weight.shape)
-        (M, K), tiles = self.weight.shape, filtering.COLUMNS
-        grid = (triton.cdiv(M, tiles["ROWS"]) * triton.cdiv(K, tiles["COLS"]),)
-        listed_kernel[grid](columns, self.fields, M, K, **self.options(), **tiles)
+        programs, options = filtering.column_options(columns, *self.weight.shape)
+        listed_kernel[(programs,)](columns, self.fields, *self.weight.shape, **self.options(), **options)
         self.written()
 
     def check_block(self, row, col, shape):
@@ -1134,10 +1142,9 @@ class Forge:
         self.check_group()
         largest = 0
         if self.rung in ("auto", "slab"):
-            shapes = {name: slab_shape(*weight.shape, slab // gradient.itemsize) for name, weight in weights.items()}
-            for name in by_rows:
-                shapes[name] = plan_rows(*weights[name].shape, 0, layout, "slab", slab, gradient.itemsize)[1:3]
-            largest = max(rows * cols for rows, cols in shapes.values())
+            sizes = slab, gradient.itemsize
+            plans = [plan_update(*w.shape, 0, layout, "slab", *sizes, name in by_rows) for name, w in weights.items()]
+            largest = max(plan.rows * plan.cols for plan in plans)
         # Nothing was changed so far, and nothing below can be refused.
         self.armed, self.stashing, self.at_step, self.scale, self.clipped_norm = False, False, 0, 1.0, None
         self.scalars, self.key = torch.zeros(8, device=device), torch.tensor([seed, 0], device=device)
@@ -1181,8 +1188,8 @@ class Forge:
     def plan(self, state, N):
         """The Plan for a linear layer's backward pass over N tokens, None for other gradients, and several."""
         rung = "slab" if N is None and self.rung != "hook" else self.rung
-        plan = plan_rows if state.by_rows else plan_update
-        return plan(*state.weight.shape, N, self.layout, rung, self.slab_bytes, self.gradient.itemsize)
+        sizes = self.slab_bytes, self.gradient.itemsize
+        return plan_update(*state.weight.shape, N, self.layout, rung, *sizes, state.by_rows)
 
     def buffer(self, elements, dtype):
         """Room for a slab: the one that is kept from step to step, where that will do."""
@@ -2772,6 +2779,12 @@ def measure_gpt(ledger, tokens=16):
                            size * (1 + (name == "foreach")) / MIB, peak / MIB, band=(0.9, 1.1))
 
 
+def in_a_row(step, count=4):
+    """Milliseconds of one of `count` steps in a row, as in training: what a host takes to launch one goes on while the
+    GPU works at the one before."""
+    return base.bench(lambda: [step() for _ in range(count)], "cuda", runs=2).median / count
+
+
 def measure_classifier(ledger, N, V, D):
     """One step of a classifier: loss, dE and AdamW, against 03's gradients and then the step."""
     E, C, x = (t.detach() for t in cce.trained_problem(N, V, D, torch.bfloat16, "cuda"))
@@ -2813,7 +2826,7 @@ def measure_classifier(ledger, N, V, D):
                 way()
                 e.grad = None
                 peaks.append(base.peak_bytes(way, "cuda") / MIB)
-            rounds = [[base.bench(way, "cuda", runs=3).median for way in ways] for _ in range(7)]  # in turn: they drift
+            rounds = [[in_a_row(way) for way in ways] for _ in range(7)]  # in turn: clocks drift
             times = [statistics.median(column) for column in zip(*rounds, strict=True)]
             ratio = statistics.median(ours / theirs for ours, theirs, *_ in rounds)
             fused()

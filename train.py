@@ -505,7 +505,7 @@ def predict_memory(config, batch, accum, args, device):
     # Of the forged weights' gradients one layer's is alive, or a slab of it, which is kept from step to step.
     rung = "auto" if has_kernels(device) else "hook"
     layer = max((forging.plan_update(*shape, N, args.states, rung).bytes for shape in layer_shapes(config)), default=0)
-    rows = forging.plan_rows(V, D, N, args.states, "slab")
+    rows = forging.plan_update(V, D, N, args.states, "slab", by_rows=True)
     layer = 0 if not forged else max(layer, rows.bytes) if both else layer
     dtype = cut_dtype(args)
     if args.loss == "reference":
