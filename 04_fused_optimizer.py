@@ -2779,10 +2779,10 @@ def measure_gpt(ledger, tokens=16):
                            size * (1 + (name == "foreach")) / MIB, peak / MIB, band=(0.9, 1.1))
 
 
-def in_a_row(step, count=4):
-    """Milliseconds of one of `count` steps in a row, as in training: what a host takes to launch one goes on while the
-    GPU works at the one before."""
-    return base.bench(lambda: [step() for _ in range(count)], "cuda", runs=2).median / count
+def in_a_row(step, between, count=3):
+    """Milliseconds of a step as in training: several in a row, each followed by what stands for the other layers. While
+    the GPU works at those, the host launches the next step, most of whose kernels are too short to hide a launch."""
+    return base.bench(lambda: [(step(), between()) for _ in range(count)], "cuda", runs=2).median / count
 
 
 def measure_classifier(ledger, N, V, D):
@@ -2792,6 +2792,12 @@ def measure_classifier(ledger, N, V, D):
     print(f"\na classifier's step, N = {N}, V = {V}, D = {D}, bf16: loss, dE and AdamW. dC alone: {dC:,.0f} MiB; the "
           f"logits in fp32: {logits:,.0f} MiB\n{'layout':<8}{'gradient':<9}{'MiB beyond weights and states':>30}"
           f"{'03, then the step':>20}{'ms':>8}{'03, then the step':>20}{'03, then torch':>16}")
+    A, B = (torch.randn(8192, 8192, device="cuda").bfloat16() for _ in range(2))
+
+    def layers():
+        for _ in range(5):  # some 8 ms
+            torch.mm(A, A, out=B)
+
     for layout in ("master", "int8"):
         weight, handle = classifier_handle(C, layout, "auto", "triton", SLAB, AdamW(weight_decay=0.1))
         state, e, stats = handle["weight"], E.clone().requires_grad_(), filtering.SparseStats()
@@ -2826,7 +2832,10 @@ def measure_classifier(ledger, N, V, D):
                 way()
                 e.grad = None
                 peaks.append(base.peak_bytes(way, "cuda") / MIB)
-            rounds = [[in_a_row(way) for way in ways] for _ in range(7)]  # in turn: clocks drift
+            rounds = []
+            for _ in range(5):  # in turn: clocks drift
+                alone = in_a_row(layers, layers) / 2
+                rounds.append([in_a_row(way, layers) - alone for way in ways])
             times = [statistics.median(column) for column in zip(*rounds, strict=True)]
             ratio = statistics.median(ours / theirs for ours, theirs, *_ in rounds)
             fused()
@@ -2916,7 +2925,7 @@ def measure_speed(M, K, N, layout, fused=True):
         rows, cols = slab_shape(M, K, SLAB // dtype.itemsize)
         slab = torch.empty(rows * cols, dtype=dtype, device="cuda")
         for state in states:
-            state.handle.slab = slab
+            state.handle.slab, state.handle.gradient = slab, dtype
         factors = [Product(dY, X)]
         ways[f"slabs {name}"] = bench_graph([functools.partial(s.step_in_slabs, factors, rows, cols) for s in states])
     if fused:
