@@ -1661,7 +1661,7 @@ def take_step(weight, handle, X, dY, lr, step):
     return x.grad
 
 
-def whole_numbers(N, M, K, device, steps=5, seed=0):
+def whole_numbers(N, M, K, device, steps=3, seed=0):
     """W (M, K), and for each step X (N, K), dY (N, M) of small whole numbers: every order of summing gives one dW."""
     generator = torch.Generator().manual_seed(seed)
     draw = lambda *shape: torch.randint(-2, 3, shape, generator=generator).float().to(device)  # noqa: E731
