@@ -222,7 +222,8 @@ def sparse_bytes(N, V, D, dtype, capacity, sink=False):
     surveyed = 5 * b * min(SAMPLE, N) * V // 2  # p, what is dropped of it, and pieces of both on top of each other
     forward = lists + min(SLAB, N * V // 8) + 2 * 4 * N * math.ceil(V / TILE_V)
     width = 4 if sink else b  # of the head's dC
-    head = lists + 4 * N * D + b * H * (N + D) + width * H * D + 4 * H * D  # the last: cuBLAS splits the sum for dC
+    split = 0 if sink else 4 * H * D  # cuBLAS splits the sum for a 16-bit dC
+    head = lists + 4 * N * D + b * H * (N + D) + width * H * D + split
     ordered = ENTRY_BYTES * capacity + width * H * D + b * N * D  # dE is finished, dC not begun
     column = 16 * capacity + 12 * V + width * H * D
     return max(column, *(size - results for size in (surveyed, forward, head, ordered)))
@@ -330,7 +331,7 @@ class FilterStats:
 
 PRODUCT = dict(BLOCK_M=128, BLOCK_W=128, BLOCK_K=64, num_warps=4, num_stages=3)  # two programs fit a multiprocessor
 # Of the column pass: most classes list a few entries. One warp, whose threads fetch 16 bytes each of a row of E, makes
-# SPAN tiles side by side: what it has to know of the row (a quarter of its instructions) serves all of them.
+# SPAN tiles side by side: what it has to know of the row (up to a quarter of its instructions) serves all of them.
 COLUMNS = dict(ROWS=1, COLS=256, ENTRIES=4, SPAN=3, num_warps=1)
 if INTERPRETED:
     PRODUCT = dict(BLOCK_M=32, BLOCK_W=32, BLOCK_K=32)
