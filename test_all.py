@@ -164,10 +164,9 @@ def test_cut_cross_entropy(name):
     getattr(cce, f"check_{name}")(DEVICE)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("D", [40, 33])
+@pytest.mark.parametrize("D, dtype", [(40, torch.float32), (40, torch.float16), *((33, dtype) for dtype in DTYPES)])
 def test_both_orders_of_the_gradient(D, dtype):
-    """16-bit rows of 40 elements take v4's kernels where there are any, rows of 33 cannot."""
+    """16-bit rows of 40 elements take v4's kernels where there are any (bf16: check_fetched), rows of 33 cannot."""
     cce.check_orders(DEVICE, dtype, D=D, seed=D)
 
 
@@ -184,7 +183,7 @@ def test_gradients_of_well_predicted_tokens(dtype):
 @pytest.mark.parametrize("order", ["vocabulary", "tokens"])
 def test_kernels_start_where_a_slice_of_a_larger_matrix_starts(order):
     """Views whose rows are cut from wider ones: aligned (descriptors), and not (pointers)."""
-    E, C, b, x = (t.detach() for t in base.random_problem(300, 700, 48, torch.bfloat16, DEVICE))
+    E, C, b, x = (t.detach() for t in base.random_problem(140, 400, 48, torch.bfloat16, DEVICE))
     b.requires_grad_()
     loss = functools.partial(cce.linear_cross_entropy, workspace=0 if order == "vocabulary" else None)
     for first in (8, 3):
@@ -233,7 +232,7 @@ def test_filter_on_awkward_shapes():
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
 def test_sparse_gradient_equals_its_rule_on_dense_logits(dtype, options):
     """Adversarial rows: all mass in the tail, a class that all rows list, empty classes, ties, ignored rows."""
-    slow = base.INTERPRETED and len(gfs.filter_backends(DEVICE, dtype, 24)) > 1 and dtype == torch.float16
+    slow = base.INTERPRETED and (dtype == torch.float16 or dtype == torch.bfloat16 and "seed" not in options)
     gfs.check_sparse(DEVICE, dtype, **options, names=["a Zipf law"] if slow else None)
 
 
