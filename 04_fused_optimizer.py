@@ -2792,7 +2792,8 @@ def measure_classifier(ledger, N, V, D):
     print(f"\na classifier's step, N = {N}, V = {V}, D = {D}, bf16: loss, dE and AdamW. dC alone: {dC:,.0f} MiB; the "
           f"logits in fp32: {logits:,.0f} MiB\n{'layout':<8}{'gradient':<9}{'MiB beyond weights and states':>30}"
           f"{'03, then the step':>20}{'ms':>8}{'03, then the step':>20}{'03, then torch':>16}")
-    A, B = (torch.randn(8192, 8192, device="cuda").bfloat16() for _ in range(2))
+    A = torch.randn(8192, 8192, device="cuda").bfloat16()
+    B = torch.empty_like(A)
 
     def layers():
         for _ in range(5):  # 5.5 TFLOP

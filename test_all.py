@@ -232,7 +232,7 @@ def test_filter_on_awkward_shapes():
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
 def test_sparse_gradient_equals_its_rule_on_dense_logits(dtype, options):
     """Adversarial rows: all mass in the tail, a class that all rows list, empty classes, ties, ignored rows."""
-    slow = base.INTERPRETED and (dtype == torch.float16 or dtype == torch.bfloat16 and "seed" not in options)
+    slow = base.INTERPRETED and len(gfs.filter_backends(DEVICE, dtype, 24)) > 1 and dtype == torch.float16
     gfs.check_sparse(DEVICE, dtype, **options, names=["a Zipf law"] if slow else None)
 
 
