@@ -42,11 +42,11 @@ import importlib.util
 import inspect
 import io
 import math
+import multiprocessing.connection
 import os
 import platform
 import re
 import signal
-import socket
 import statistics
 import sys
 import sysconfig
@@ -607,32 +607,45 @@ def _rank_main(rank, fn, ranks, port, device, timeout, args):
     """Runs in each child: join the process group, call fn(*args), leave."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the store is the parent's, as under torchrun: rank 0 may die
     # Beside a GPU the host only launches kernels: more threads would spin on the cores that the other ranks need.
     torch.set_num_threads(1 if device == "cuda" else max(1, (os.cpu_count() or 1) // ranks))
-    join_group(device, timeout)
+    if rank < ranks:
+        join_group(device, timeout)
     fn(*args)
-    dist.destroy_process_group()  # not after an error: the others may be inside a collective
+    if dist.is_initialized():
+        dist.destroy_process_group()  # not after an error: the others may be inside a collective
 
 
-def spawn(fn, ranks, device="cpu", args=(), timeout=300, grace=30):
+def spawn(fn, ranks, device="cpu", args=(), timeout=300, grace=30, spare=0, late=0):
     """Run fn(*args) in `ranks` new processes that form one torch.distributed group, gloo or NCCL by device.
 
     fn must be importable (defined at the top of a file). A collective that waits longer than `timeout` seconds fails.
-    When one rank fails, the others are ended and its error is raised. Ctrl-C and SIGTERM are passed on; ranks that have
-    not left after `grace` seconds are killed, and KeyboardInterrupt or SystemExit(143) is raised."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    When one rank fails, the others are ended and its error is raised; but the first `spare` of those that a signal ends
+    are only noted, under gone/RANK in the store that this process keeps. late: further processes, which fn has to
+    bring into the group. Ctrl-C and SIGTERM are passed on; ranks that have not left after `grace` seconds are killed,
+    and KeyboardInterrupt or SystemExit(143) is raised. Returns the ranks that were lost."""
 
     def terminated(signum, frame):
         raise SystemExit(128 + signum)
 
-    previous = signal.signal(signal.SIGTERM, terminated)
-    setup = (fn, ranks, port, torch.device(device).type, timeout, args)
-    context = torch.multiprocessing.start_processes(_rank_main, setup, ranks, False, daemon=True, start_method="spawn")
+    previous, lost = signal.signal(signal.SIGTERM, terminated), []
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    setup = (fn, ranks, store.port, torch.device(device).type, timeout, args)
+    start = torch.multiprocessing.start_processes
+    context = start(_rank_main, setup, ranks + late, False, daemon=True, start_method="spawn")
+    running = context.sentinels  # {sentinel of a process: its rank}, less those that have ended well
     try:
-        while not context.join(timeout=1):
-            pass
+        while running:
+            ended = multiprocessing.connection.wait(list(running), timeout=1)
+            for sentinel in ended:
+                rank = running[sentinel]
+                context.processes[rank].join()
+                if context.processes[rank].exitcode < 0 and len(lost) < spare:
+                    lost.append(running.pop(sentinel))
+                    store.set(f"gone/{rank}", "")
+            if any(sentinel in running for sentinel in ended):
+                context.join(timeout=0)  # raises the error of a rank that failed
     except (KeyboardInterrupt, SystemExit):
         for process in context.processes:
             process.terminate()
@@ -644,6 +657,7 @@ def spawn(fn, ranks, device="cpu", args=(), timeout=300, grace=30):
         for process in context.processes:
             process.kill()
         signal.signal(signal.SIGTERM, previous)
+    return lost
 
 
 def require(condition, message):
