@@ -35,6 +35,7 @@ process, and on one GPU with --deterministic.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import glob
@@ -60,6 +61,7 @@ base = importlib.import_module("01_logits_memory")
 cce = importlib.import_module("02_cce_kernel")
 filtering = importlib.import_module("03_grad_filter_sort")
 forging = importlib.import_module("04_fused_optimizer")
+low_comm = importlib.import_module("06_low_comm_sync")
 MIB = base.MIB
 
 # batch None: the largest power of two, up to 64 sequences a process, whose predicted memory fits what is free.
@@ -69,7 +71,8 @@ PRESETS = {
     "gpt2-medium": dict(layers=24, dim=1024, heads=16, seq=1024, batch=None, steps=300, lr=6e-4, tokens="bigrams"),
 }
 MODEL_FLAGS = ("preset", "layers", "dim", "heads", "seq", "vocab", "tokens")  # fixed by a checkpoint,
-STATE_FLAGS = {"optimizer": "adamw", "states": "fp32"}  # as are these; what they were before they were flags
+# as are these; what they were before they were flags
+STATE_FLAGS = {"optimizer": "adamw", "states": "fp32", "sync": "ddp", "inner_steps": None}
 BETAS, WEIGHT_DECAY, MIN_LR = (0.9, 0.95), 0.1, 0.1  # AdamW; the cosine ends at a tenth of the peak rate
 WARMUP = 50  # steps, also in short runs: AdamW's second moment averages 20, and a full rate before that makes it spike
 KEEP = 2  # checkpoints on disk: if the newest is damaged, the one before it is tried
@@ -252,12 +255,32 @@ def decode(ids, tokens):
 
 
 class World:
-    """This process's place among all of them. One process is a world of its own, without torch.distributed."""
+    """This process's place among all of them. One process is a world of its own, without torch.distributed.
+
+    sync: 06's Sync of workers that train apart, who may get fewer; else None."""
 
     def __init__(self):
         joined = dist.is_available() and dist.is_initialized()
         self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if joined else (0, 1)
-        self.main = self.rank == 0
+        self.sync = None
+
+    @property
+    def members(self):
+        """Ranks at work."""
+        return self.sync.transport.members if self.sync else tuple(range(self.size))
+
+    @property
+    def main(self):
+        """Whether this process speaks and saves for all."""
+        return self.rank == self.members[0]
+
+    def total(self, value):
+        """The sum of a number over all processes."""
+        if self.sync:
+            return self.sync.collect(torch.tensor([[value]], dtype=torch.float64)).sum().item()
+        value = torch.as_tensor(value, dtype=torch.float64)
+        self.sum(value)
+        return value.item()
 
     def sum(self, *tensors):
         """All-reduce in place; the calls overlap, one wait at the end."""
@@ -273,7 +296,9 @@ class World:
         return int(value)
 
     def barrier(self):
-        if self.size > 1:
+        if self.sync:
+            self.total(0)
+        elif self.size > 1:
             dist.barrier()
 
 
@@ -351,21 +376,24 @@ def allocated(device):
 
 
 def accumulate_gradients(model, data, step, world, args, device, stats, alive):
-    """Fill .grad with the gradient of the mean loss over the step's tokens, summed over micro-batches and processes.
+    """Fill .grad with the gradient of the mean loss over the step's tokens, summed over micro-batches and, with --sync
+    ddp, processes; otherwise the tokens are those of this process.
 
     Each part divides its SUM by the tokens of the whole step, so parts add up whatever their size. Returns the part of
     the mean loss that this process saw, and notes in `alive` the bytes before the first forward pass and after it, and
     after the last backward pass."""
     alive["before"], total = allocated(device), torch.zeros((), device=device)
+    tokens = args.batch * args.seq // (1 if args.sync == "ddp" else world.size)
     for micro in range(args.accum):
         loss = loss_sum(model, *micro_batch(data, step, micro, world, args, device), args, stats)
         alive["forward"] = allocated(device) if micro == 0 else alive["forward"]
-        loss = loss / (args.batch * args.seq)
+        loss = loss / tokens
         loss.backward()
         total += loss.detach()
         del loss
     alive["backward"] = allocated(device)
-    all_reduce_gradients(model, world)
+    if args.sync == "ddp":
+        all_reduce_gradients(model, world)
     return total
 
 
@@ -386,7 +414,8 @@ class Optimizer:
         self.forged = model.head = None
         if args.optimizer != "adamw":
             whole = dict(embeddings=True, classifier="classifier") if args.optimizer == "forge-cce" else {}
-            self.forged = forging.forge(model, RULE, args.states, seed=args.seed, **whole)
+            summed = None if args.sync == "ddp" else 1  # processes whose gradients would have to be: 04 looks, or none
+            self.forged = forging.forge(model, RULE, args.states, seed=args.seed, data_parallel=summed, **whole)
             model.head = self.forged["classifier"] if whole else None
         self.parameters = list(self.forged.ordinary.values() if self.forged else model.parameters())
         matrices, others = ([p for p in self.parameters if (p.dim() >= 2) == wanted] for wanted in (True, False))
@@ -431,6 +460,14 @@ class Optimizer:
             self.forged.load_state_dict(saved["forged"])
 
 
+def sync_method(args):
+    """06's Method, with the flags applied; None where workers do not synchronise now and then."""
+    if args.sync not in low_comm.METHODS:
+        return None
+    method = low_comm.METHODS[args.sync]
+    return dataclasses.replace(method, inner_steps=args.inner_steps) if args.inner_steps else method
+
+
 def waits(args):
     """Whether forged steps wait for the end of all backward passes of a step."""
     return args.optimizer != "adamw" and (args.clip > 0 or args.accum > 1)
@@ -449,13 +486,12 @@ def validate(model, data, world, args, device):
     """Mean loss over a fixed set: the first windows of the validation part, up to 65,536 tokens (1 Mi on a GPU)."""
     count = min(len(data.val), max(1, (1 << 20 if device.type == "cuda" else 1 << 16) // args.seq))
     size = max(1, args.batch // (world.size * args.accum))
-    mine = range(count)[world.rank :: world.size]
+    mine = range(count)[world.members.index(world.rank) :: len(world.members)]
     total = torch.zeros((), dtype=torch.float64, device=device)
     for start in range(0, len(mine), size):
         x, y = data.val.windows(mine[start : start + size])
         total += loss_sum(model, x.to(device), y.to(device), args, filtering.SparseStats())
-    world.sum(total)
-    return total.item() / (count * args.seq)
+    return world.total(total.item()) / (count * args.seq)
 
 
 @torch.no_grad()
@@ -529,10 +565,13 @@ def predict_memory(config, batch, accum, args, device):
     parts |= dict(activations=activations, loss=loss)
     kept = sum(factor_sizes(config, N * accum, args)[2:]) if waits(args) else 0
     parts["gradients"] += kept
+    if method := sync_method(args):
+        copied = 0 if args.states == "fp32" else 4 * forged  # of weights in bf16 the sync has a copy in fp32
+        parts["sync"] = low_comm.resident_bytes(method, config.parameters()) + copied
     # The peak is either in the loss's backward, where activations are complete and gradients (unless micro-batches
     # before it left theirs) are not there yet, or at the end of backward, with all gradients and no activations.
     early = activations + loss + (parts["gradients"] if accum > 1 else layer if rung == "auto" else 0)
-    return parts, parts["parameters"] + parts["optimizer"] + max(early, parts["gradients"])
+    return parts, parts["parameters"] + parts["optimizer"] + parts.get("sync", 0) + max(early, parts["gradients"])
 
 
 def fitting_batch(config, world, args, device):
@@ -574,30 +613,52 @@ def checkpoint_files(out):
     return sorted(Path(out).glob("step_*.json"), reverse=True)
 
 
-def save_checkpoint(out, step, model, optimizer, args, data):
-    """step_N.pt: tensors (model, optimizer, generators). step_N.json: flags, step, data, a checksum over both."""
-    for leftover in Path(out).glob("step_*.tmp"):  # of a process that was killed while it saved
-        leftover.unlink()
+def worker_file(path, worker):
+    """step_N.pt for the first worker, step_N.worker1.pt, ... for the others."""
+    return path.with_suffix(f".worker{worker}.pt") if worker else path.with_suffix(".pt")
+
+
+def save_checkpoint(out, step, model, optimizer, args, data, world):
+    """step_N.pt: tensors (model, optimizer, generators). step_N.json: flags, step, data, a checksum over both.
+
+    Workers that train apart save at the same step: each its optimizer and 06's state, in a file of its own; the model
+    in the first is the synchronised one. The JSON has checksums of all."""
     name = Path(out) / f"step_{step:08d}"
+    if world.main:
+        for leftover in Path(out).glob("step_*.tmp"):  # of a process that was killed while it saved
+            leftover.unlink()
     generators = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         generators["cuda"] = torch.cuda.get_rng_state()
-    buffer = io.BytesIO()
-    state = dict(model=model.state_dict(), optimizer=optimizer.state_dict(), generators=generators)
+    with synchronised(world):
+        state = dict(model={k: v.clone() for k, v in model.state_dict().items()} if world.main else {})
+    state |= dict(optimizer=optimizer.state_dict(), generators=generators)
+    if world.sync:
+        state["sync"] = world.sync.state_dict()
+    buffer, others = io.BytesIO(), []
     torch.save(state, buffer)
-    base.replace_atomically(name.with_suffix(".pt"), buffer.getbuffer())
-    saved = {k: v for k, v in vars(args).items() if k not in NOT_SAVED}
-    record = dict(step=step, flags=saved, data=data.digest)
-    record["crc32"] = checksum(record, buffer.getbuffer())
-    base.replace_atomically(name.with_suffix(".json"), json.dumps(record, indent=1).encode())
-    for old in checkpoint_files(out)[KEEP:]:
-        old.unlink()
-        old.with_suffix(".pt").unlink(missing_ok=True)
+    if world.sync:
+        world.barrier()  # the leftovers are gone
+    if world.sync or world.main:
+        worker = world.members.index(world.rank)
+        base.replace_atomically(worker_file(name, worker), buffer.getbuffer())
+    if world.sync:
+        sums = world.sync.collect(torch.tensor([[float(zlib.crc32(buffer.getbuffer()))]], dtype=torch.float64))
+        others = [int(value) for value in sums[1:, 0]]
+    if world.main:
+        saved = {k: v for k, v in vars(args).items() if k not in NOT_SAVED}
+        record = dict(step=step, flags=saved, data=data.digest, workers=others)
+        record["crc32"] = checksum(record, buffer.getbuffer())
+        base.replace_atomically(name.with_suffix(".json"), json.dumps(record, indent=1).encode())
+        for old in checkpoint_files(out)[KEEP:]:
+            old.unlink()
+            for file in [old.with_suffix(".pt"), *Path(out).glob(f"{old.stem}.worker*.pt")]:
+                file.unlink(missing_ok=True)
 
 
 def checksum(record, tensors):
     """Over the record (less its own checksum) and the bytes of the tensors: one number for the pair."""
-    rest = {k: record[k] for k in ("step", "flags", "data")}
+    rest = {k: record[k] for k in ("step", "flags", "data", "workers") if k in record}
     return zlib.crc32(json.dumps(rest, sort_keys=True).encode(), zlib.crc32(tensors))
 
 
@@ -610,7 +671,8 @@ def find_checkpoint(out):
         path = file.with_suffix(".pt")
         try:
             record = json.loads(file.read_text())
-            if checksum(record, path.read_bytes()) == record["crc32"]:
+            others = [zlib.crc32(worker_file(path, 1 + i).read_bytes()) for i in range(len(record.get("workers", [])))]
+            if checksum(record, path.read_bytes()) == record["crc32"] and others == record.get("workers", []):
                 return record, path
             problem = "its checksum differs"
         except (ValueError, KeyError, TypeError, OSError) as error:
@@ -619,14 +681,24 @@ def find_checkpoint(out):
     raise ValueError(f"{out}: no checkpoint is whole: start anew with another --out")
 
 
-def restore(path, model, optimizer):
-    """Load what save_checkpoint stored."""
-    tensors = torch.load(path, weights_only=True, map_location="cpu")
-    model.load_state_dict(tensors["model"])
+def restore(path, model, optimizer, world):
+    """Load what save_checkpoint stored; each worker from its own file."""
+    load = functools.partial(torch.load, weights_only=True, map_location="cpu")
+    model.load_state_dict(load(path)["model"])
+    tensors = load(worker_file(Path(path), world.rank if world.sync else 0))
     optimizer.load_state_dict(tensors["optimizer"])
     torch.set_rng_state(tensors["generators"]["cpu"])
     if "cuda" in tensors["generators"] and torch.cuda.is_available():
         torch.cuda.set_rng_state(tensors["generators"]["cuda"])
+    if world.sync and "sync" in tensors:  # a checkpoint of --sync none or ddp has one set of weights for all
+        world.sync.load_state_dict(tensors["sync"])
+    elif world.sync:
+        world.sync.restart()
+
+
+def synchronised(world):
+    """A block in which the model has the weights that the workers agree on."""
+    return world.sync.synchronised() if world.sync else contextlib.nullcontext()
 
 
 def set_aside(out):
@@ -665,10 +737,10 @@ class StopSignal:
 class Log:
     """Step lines: one that is rewritten on a terminal, one per --log-every elsewhere; rows of --log as JSON lines."""
 
-    def __init__(self, args, main, start):
+    def __init__(self, args, world, start):
         self.every, self.terminal = args.log_every, sys.stdout.isatty()
-        self.main, self.file, self.open_line = main, None, False
-        if main and args.log:
+        self.world, self.file, self.open_line = world, None, False
+        if world.main and args.log:
             path = Path(args.log)
             kept = []  # a resumed run repeats the steps after its checkpoint: their old rows go, and a torn one
             for row in path.read_text().splitlines(True) if args.resume and path.exists() else ():
@@ -688,16 +760,16 @@ class Log:
             self.file.flush()
 
     def line(self, text, step, final=False):
-        if self.main and self.terminal:
+        if self.world.main and self.terminal:
             width = shutil.get_terminal_size().columns - 1  # a longer line would wrap, and "\r" leave its first part
             print("\r" + text[:width].ljust(width), end="", flush=True)
             self.open_line = True
-        elif self.main and (step % self.every == 0 or final):
+        elif self.world.main and (step % self.every == 0 or final):
             print(text, flush=True)
 
     def say(self, text):
         """A line of its own, by one process."""
-        if self.main:
+        if self.world.main:
             print(("\n" if self.open_line else "") + text, flush=True)
             self.open_line = False
 
@@ -736,8 +808,21 @@ def describe_run(config, data, world, args, device, start):
     yield f"step    {tokens:,} tokens = {args.batch} sequences of {args.seq} = " + (
         f"{world.size} process(es) x {args.accum} micro-batch(es) x {micro}"
     )
+    if method := sync_method(args):
+        yield describe_sync(method, config, world, args)
     categories = ", ".join(f"{name} {size / MIB:,.0f}" for name, size in parts.items())
     yield f"memory  predicted MiB of tensors, peak {peak / MIB:,.0f}: {categories}"
+
+
+def describe_sync(method, config, world, args):
+    """Who talks to whom, when, and how much, beside data parallelism."""
+    H, P = method.inner_steps, config.parameters()
+    spans = [span.stop - span.start for span in world.sync.flat.spans]
+    size = low_comm.round_bytes(method, spans, world.size)
+    ddp = low_comm.data_parallel_bytes(P, world.size) * (H or args.steps)
+    fewer = f", {ddp / size:,.0f} times less than summing gradients" if world.size > 1 else ""
+    when = f"every {H} steps" if H else "once, at the end"
+    return f"sync    {args.sync}: {when}, {size / 1e6:,.2f} MB a worker and round{fewer}; a step's loss is one worker's"
 
 
 def resume_command(args, world):
@@ -769,20 +854,34 @@ def run(args):
     if args.batch is None:
         args.batch = fitting_batch(config, world, args, device)
     check_batch(args, world.size)
+    method = sync_method(args)
+    flat = low_comm.Flat([model], method.fragments) if method else None  # before forge(), which keeps where weights lie
     optimizer = Optimizer(model, args)
     start = args.start
+    if method:
+        transport = low_comm.Dist(device) if world.size > 1 else low_comm.Sim(1)
+        if optimizer.forged:
+            states = optimizer.forged.states.values()
+            flat.adopt((s.weight, s.tensors["master"]) for s in states if "master" in s.tensors)
+        world.sync = low_comm.make_sync(args.sync, flat, transport, seed=args.seed, companion=optimizer,
+                                        inner_steps=method.inner_steps)
     if args.resume:
-        restore(args.checkpoint, model, optimizer)
+        restore(args.checkpoint, model, optimizer, world)
     status = 0
     if args.steps:
         data = load_data(args, packages=device.type == "cuda")
         with StopSignal() as stop:
             status = train(model, optimizer, data, config, world, args, device, start, stop)
-    if status == 0 and world.main and args.sample and not args.dry_run:
-        ids = generate(model, encode(args.sample, args.tokens), args, device)
-        untrained = "" if args.steps or args.resume else ", from random weights (no --resume)"
-        print(f"\nsample  temperature {args.temperature:g}, top {args.top_k}{untrained}\n{decode(ids, args.tokens)}")
+    if status == 0 and args.sample and not args.dry_run:
+        with synchronised(world):
+            ids = generate(model, encode(args.sample, args.tokens), args, device) if world.main else None
+        if world.main:
+            untrained = "" if args.steps or args.resume else ", from random weights (no --resume)"
+            print(f"\nsample  temperature {args.temperature:g}, top {args.top_k}{untrained}")
+            print(decode(ids, args.tokens))
     world.barrier()
+    if world.sync:
+        world.sync.transport.close()
     return status
 
 
@@ -790,7 +889,7 @@ def train(model, optimizer, data, config, world, args, device, start, stop):
     """Steps start ... --steps; 0, 1 on a non-finite loss, 128 + signal when asked to stop."""
     if start == 0 and world.main and not args.dry_run:
         set_aside(args.out)
-    log = Log(args, world.main, start)
+    log = Log(args, world, start)
     for text in describe_run(config, data, world, args, device, start):
         log.say(text)
     bits = None if data.bytes_per_token is None else 1 / (math.log(2) * data.bytes_per_token)  # bits a byte, of a nat
@@ -801,7 +900,8 @@ def train(model, optimizer, data, config, world, args, device, start, stop):
     stats, told = filtering.SparseStats(), set()  # of this process's losses, and which decisions have been reported
 
     def validation(step):
-        loss = validate(model, data, world, args, device)
+        with synchronised(world):
+            loss = validate(model, data, world, args, device)
         bpb = "" if bits is None else f"  bpb {per_byte(loss):.4f}"
         log.say(f"step {step}/{args.steps}  validation loss {loss:.4f}{bpb}")
         if math.isfinite(loss):  # NaN is no JSON
@@ -816,8 +916,7 @@ def train(model, optimizer, data, config, world, args, device, start, stop):
     def save(step):
         nonlocal saved
         if saved != step and not args.dry_run:
-            if world.main:
-                save_checkpoint(args.out, step, model, optimizer, args, data)
+            save_checkpoint(args.out, step, model, optimizer, args, data, world)
             saved = step
             world.barrier()
 
@@ -833,12 +932,31 @@ def train(model, optimizer, data, config, world, args, device, start, stop):
         before = stats.calls, stats.sparse
         loss = accumulate_gradients(model, data, step, world, args, device, stats, alive)
         norm = optimizer.finish()
-        totals = torch.stack((loss.double(), torch.tensor(float(stop.number), dtype=torch.float64, device=device)))
-        world.sum(totals)  # the loss over all processes, and whether any of them was told to stop
-        (loss, stopped), norm = totals.tolist(), norm.item()  # the step's one wait for the device
-        done = step + 1
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            return diverged(done, f"loss {loss}, gradient norm {norm}")
+        done, sync = step + 1, world.sync
+        if sync:  # nothing is asked of the others between rounds; a round tells all of them who wants to stop
+            (loss, norm), wrong = torch.stack((loss.double(), norm.double())).tolist(), None
+            if not (math.isfinite(loss) and math.isfinite(norm)):
+                wrong = f"loss {loss}, gradient norm {norm}"
+                sync.surrender(wrong)
+            if stop.number:
+                sync.transport.ask("stop", str(int(stop.number)))
+            sync.step()
+            if sync.method.inner_steps is None and done % 50 == 0:
+                world.barrier()  # with no rounds to ask in, ask now and then
+            while wrong and "halt" not in sync.notes and sync.steps < args.steps:
+                sync.step()
+            if done == args.steps and not wrong:
+                sync.finish()
+            if wrong or "halt" in sync.notes:
+                return diverged(done, wrong or sync.notes["halt"])
+            stopped = int(sync.notes.get("stop", 0))
+        else:
+            totals = torch.stack((loss.double(), torch.tensor(float(stop.number), dtype=torch.float64, device=device)))
+            world.sum(totals)  # the loss over all processes, and whether any of them was told to stop
+            (loss, stopped), norm = totals.tolist(), norm.item()  # the step's one wait for the device
+            loss /= world.size if args.sync == "none" else 1
+            if not (math.isfinite(loss) and math.isfinite(norm)):
+                return diverged(done, f"loss {loss}, gradient norm {norm}")
         spent, since = spent + time.perf_counter() - began, since + 1
         tok_s = since * args.batch * args.seq / spent
         mfu = None if peak_flops is None else tok_s * config.flops_per_token() / (peak_flops * world.size)
@@ -848,15 +966,17 @@ def train(model, optimizer, data, config, world, args, device, start, stop):
         sparse = (stats.sparse - before[1]) / (stats.calls - before[0]) if args.loss in DECIDING else None
         sparse_steps = 0.0 if sparse is None else sparse_steps + sparse
         share = "" if sparse is None else f"  sparse {sparse_steps / since:.0%}"
+        traffic = f"  sent {sync.bytes_sent / 1e6:,.2f} MB  blocked {sync.blocked_seconds:.2f} s" if sync else ""
         log.line(
             f"step {done}/{args.steps}  loss {loss:.4f}{bpb}  lr {lr:.2e}  norm {norm:.2f}  {tok_s:,.0f} tok/s  "
-            f"mfu {'unknown' if mfu is None else f'{mfu:.1%}'}  peak {peak:,.0f} MiB{share}  "
+            f"mfu {'unknown' if mfu is None else f'{mfu:.1%}'}  peak {peak:,.0f} MiB{share}{traffic}  "
             f"eta {eta // 60}:{eta % 60:02d}",
             done, final=done == args.steps,
         )
         log.row(step=done, loss=loss, bpb=per_byte(loss), lr=lr, grad_norm=norm, tok_s=tok_s, mfu=mfu,
                 peak_mib=None if math.isnan(peak) else peak, seconds=time.perf_counter() - began, sparse=sparse,
-                why=stats.reason if args.loss in DECIDING else None)
+                why=stats.reason if args.loss in DECIDING else None, sent=sync and sync.bytes_sent,
+                blocked=sync and sync.blocked_seconds)
         if done % args.log_every == 0:
             spent, since, sparse_steps = 0.0, 0, 0.0
         if stats.decision not in told and args.loss in DECIDING:
@@ -865,13 +985,14 @@ def train(model, optimizer, data, config, world, args, device, start, stop):
         evaluate = done == args.steps or args.eval_every and done % args.eval_every == 0
         evaluate = evaluate and not args.dry_run
         keep = done == args.steps or args.save_every and done % args.save_every == 0
-        if (stopped or keep) and not all(p.isfinite().all() for p in model.parameters()):
+        bad = 0 if not (stopped or keep) else world.total(not all(p.isfinite().all() for p in model.parameters()))
+        if bad:
             return diverged(done, "the update left weights that are not finite")
         if stopped:
             save(done)
             go_on = "" if args.dry_run else f"; go on with: {resume_command(args, world)}"
             log.say(f"stopped after step {done}{go_on}")
-            return 128 + (stop.number or signal.SIGTERM)
+            return 128 + int(stop.number or (stopped if sync else signal.SIGTERM))
         if evaluate and not math.isfinite(loss := validation(done)):
             return diverged(done, f"validation loss {loss}")
         if keep:
@@ -889,9 +1010,10 @@ def compare_memory(config, model, optimizer, alive, world, args, device):
     parts, peak = predict_memory(config, args.batch // (world.size * args.accum), args.accum, args, device)
     weights = sum(p.nbytes for p in model.parameters())
     slab = optimizer.forged.slab.nbytes if optimizer.forged else 0
+    held = sum(t.nbytes for t in world.sync.resident()) if world.sync else 0
     measured = dict(
-        parameters=weights, gradients=alive["backward"] - alive["before"] + slab,
-        optimizer=alive["before"] - weights - slab, activations=alive["forward"] - alive["before"],
+        sync=held, parameters=weights, gradients=alive["backward"] - alive["before"] + slab,
+        optimizer=alive["before"] - weights - slab - held, activations=alive["forward"] - alive["before"],
     )
     top = used_peak_mib(device) * MIB if device.type == "cuda" else math.nan
     measured["loss"] = top - alive["forward"]
@@ -924,6 +1046,9 @@ def make_parser():
     add("--optimizer", choices=("forge-cce", "forge", "adamw"),
         help="step inside backward: of all matrices; of the layers'; or after it (forge-cce with one process, unless "
              "--accum or --clip need gradients)")
+    add("--sync", choices=("none", "ddp", *low_comm.METHODS),
+        help="of several processes: none; gradients summed each step (adamw); weights by 06's methods (diloco)")
+    add("--inner-steps", type=int, metavar="H", help="steps that workers take alone between rounds (from --sync)")
     add("--states", choices=list(forging.LAYOUTS), help="of forged weights: fp32; bf16 with fp32 master; bf16; int8")
     add("--clip", type=float, help="largest gradient norm; 0: do not clip (1.0 with adamw, 0 otherwise)")
     add("--dtype", choices=("bf16", "fp32"), help="of the matrix products (bf16 where the GPU has it, else fp32)")
@@ -964,8 +1089,11 @@ def parse(argv):
         parser.set_defaults(**record["flags"])
         args = parser.parse_args(argv)
         args.start, args.checkpoint, args.data_digest = record["step"], str(path), record["data"]
+        args.sync = asked.sync if record["flags"]["sync"] == "none" else args.sync
         for name in (*MODEL_FLAGS, *STATE_FLAGS):
             wish, has = getattr(asked, name), record["flags"][name]
+            if name == "sync" and has in ("none", "ddp") or name == "inner_steps" and has is None:
+                continue  # such a checkpoint has one set of weights: workers may go on from it in any way
             if wish not in (None, has):
                 raise ValueError(f"--{name} {wish}: the checkpoint has {has}: drop the flag, or use another --out")
     if args.dry_run and trial == 0:
@@ -1000,6 +1128,7 @@ def parse(argv):
     args.dtype, args.why_dtype = choose_dtype(args)
     if args.loss is None:  # the sparse gradient's kernels need Hopper; elsewhere there is nothing to decide
         args.loss = "cce" if fetches(torch.device(args.device), args.dim, args) else "cce-exact"
+    args.sync = choose_sync(args, processes, record if args.resume else None)
     args.optimizer, args.why_optimizer = choose_optimizer(args, processes)
     args.clip = (1.0 if args.optimizer == "adamw" else 0.0) if args.clip is None else args.clip
     args.states = args.states or "fp32"
@@ -1035,10 +1164,10 @@ def choose_optimizer(args, processes):
     forging_asked = args.optimizer in ("forge", "forge-cce") or args.optimizer is None and narrow
     if narrow and args.optimizer == "adamw":
         raise ValueError(f"--states {args.states} goes with --optimizer forge-cce or forge: drop --optimizer adamw")
-    if processes > 1 and forging_asked:
-        way_out = "use one" + (", or --optimizer adamw" if args.optimizer else ", or drop --states")
-        way_out = "use one, or start anew with another --out and --optimizer adamw" if args.resume else way_out
-        raise ValueError(f"{asked} with {processes} processes, which sum their gradients: {way_out}")
+    summed = processes > 1 and args.sync == "ddp"
+    if summed and forging_asked:
+        raise ValueError(f"{asked} with --sync ddp, which sums gradients that forge never makes: use --sync diloco"
+                         + (", or --optimizer adamw" if args.optimizer else ", or drop --states"))
     if args.optimizer == "forge-cce" and args.loss not in FORGED:
         raise ValueError(f"--optimizer forge-cce with --loss {args.loss}: it takes {', '.join(FORGED)}: use forge")
     if args.optimizer:
@@ -1046,11 +1175,30 @@ def choose_optimizer(args, processes):
     name = "forge-cce" if args.loss in FORGED else "forge"
     if forging_asked:
         return name, f"for {asked}"
-    for needs, reason in ((processes > 1, f"{processes} processes"), (args.accum > 1, f"--accum {args.accum}"),
+    for needs, reason in ((summed, "--sync ddp"), (args.accum > 1, f"--accum {args.accum}"),
                           (args.clip, f"--clip {args.clip}")):
         if needs:
             return "adamw", f"{reason}, which needs the sum of all gradients first"
-    return name, "one process, no clipping, no accumulation"
+    return name, "no sum of gradients, no clipping, no accumulation"
+
+
+def choose_sync(args, processes, record):
+    """The flag, completed: diloco for several processes, none for one. ValueError for what cannot be."""
+    sync = args.sync or ("diloco" if processes > 1 else "none")
+    if args.inner_steps is not None and sync not in low_comm.METHODS:
+        raise ValueError(f"--inner-steps {args.inner_steps}: with --sync {sync} there are no rounds: drop it, or use "
+                         "another --sync")
+    if args.inner_steps is not None:
+        method = low_comm.METHODS[sync]
+        least = max(1, method.fragments, method.delay or 0)
+        if args.inner_steps < least:
+            raise ValueError(f"--inner-steps {args.inner_steps}: --sync {sync} needs at least {least}")
+    workers = 1 + len(record.get("workers", [])) if record else 1
+    apart = record and record["flags"].get("sync") in low_comm.METHODS
+    if apart and workers != processes and args.steps > record["step"]:
+        raise ValueError(f"the checkpoint is of {workers} workers that train apart (--sync {sync}), this launch has "
+                         f"{processes}: use --gpus {workers} (or as many processes under torchrun)")
+    return sync
 
 
 def choose_dtype(args):
@@ -1108,12 +1256,16 @@ def launch(argv):
         return status
     if args.gpus == 1:
         return run(args)
+    # Over gloo workers that train apart survive the loss of one; NCCL's watchdog ends them all.
+    spare = args.gpus - 1 if args.device == "cpu" and args.sync in low_comm.METHODS else 0
     if args.batch is not None:
         check_batch(args, args.gpus)
     if args.steps:
         load_data(args, packages=args.device == "cuda")  # what is wrong with the data is said once, before any process
     try:
-        base.spawn(run_rank, args.gpus, args.device, (args,))
+        lost = base.spawn(run_rank, args.gpus, args.device, (args,), spare=spare)
+        if lost:
+            print(f"train.py: process(es) {lost} were lost, the others went on without them", file=sys.stderr)
     except torch.multiprocessing.ProcessExitedException as error:
         if error.exit_code >= 0:
             return error.exit_code  # the process has said why
