@@ -1102,7 +1102,8 @@ class Sync:
         self.replicas = self.phi.unsqueeze(1).repeat(1, 2, 1) if method.replicas else None  # (L, 2, P): left, right
         count = len(flat.spans)
         self.steps, self.launched, self.numbers = 0, [0] * count, [0] * count
-        self.pending, self.early, self.notes, self.blocked_seconds = [], [None] * count, {}, 0.0
+        self.pending, self.early, self.blocked_seconds = [], [None] * count, 0.0
+        self.notes, self.joining = {}, []  # what the rounds so far have agreed on; who asked to join
         if transport.members:
             self.mix_early()
 
@@ -1133,7 +1134,7 @@ class Sync:
         """Compress how far the live weights came, and launch it."""
         method, span = self.method, self.flat.spans[fragment]
         phi, theta = self.phi[:, span], self.theta[:, span]  # (L, n)
-        if method.compressor != "topk" and not bool(theta.sum().isfinite()):
+        if not bool(theta.sum().isfinite()):
             raise ValueError(f"step {self.steps}: weights are not finite: stop before step(), they would spread")
         if method.replicas:  # z = theta - phi + (mean of the ring - phi), and D = -z
             phi = 2 * phi - self.ring_mean(span)
@@ -1218,6 +1219,7 @@ class Sync:
             self.recover()
         else:
             self.notes |= {what: text for what, text in outcome.notes.items() if what in ("stop", "halt")}
+            self.joining += outcome.notes["join"]
         return outcome
 
     def land(self, r):
@@ -1241,12 +1243,11 @@ class Sync:
             self.land_replicas(outcome.parts[0], r, span)
         else:
             D = self.add_up(method.compressor, outcome.parts[0], r.W[0], n)  # (L, n)
-            rows = self.landing_rows(r)
-            self.apply(rows, span, D, bar, r)
+            if r.live.any():  # not everybody was silent
+                self.apply(self.landing_rows(r), span, D, bar, r)
         if method.early:
             self.launch_early(r.fragment)
-        if outcome.notes.get("join"):
-            self.admit(outcome.notes["join"])
+        self.admit()
 
     def landing_rows(self, r):
         """Rows of this process that take part: all, as a slice, or (Sim) those that were not silent."""
@@ -1346,10 +1347,15 @@ class Sync:
             r.payload = self.encode(span, mine)[0]
             self.launch(r)
 
-    def admit(self, joining):
-        """All members come here after the same landing; the donor gives the newcomers what they need."""
+    def admit(self):
+        """All members come here after the same landing; if somebody asked to join, the donor gives them what they
+        need."""
+        joining, self.joining = self.joining, []
+        if not joining:
+            return
         if not self.transport.reform(self.steps, joining):
-            return self.join()
+            self.join()
+            return
         here = [rank for rank in joining if rank in self.transport.members]
         if self.transport.donor == self.transport.rank and here:
             flight = [(r.fragment, r.step, r.due) for r in self.pending]
@@ -1423,7 +1429,9 @@ class Sync:
         while outcome is None:
             W = np.ones((self.transport.size,) * 2)
             outcome = self.receive(self.transport.launch([Part(payload, W)]))
-        return outcome.parts[0].stack.cpu().contiguous().view(torch.float64).flatten(1)
+        told = outcome.parts[0].stack.cpu().contiguous().view(torch.float64).flatten(1)
+        self.admit()
+        return told
 
     @torch.no_grad()
     def finish(self):
@@ -2431,7 +2439,9 @@ def utilisation_table(ledger):
 # What the study trains: (label, method, M, steps, H, overrides, share of silent workers).
 STUDY = [
     *((label, name, 2, 2000, 30, more, 0) for label, name, more in (
-        ("ddp", "ddp", {}), ("single", "single", {}), ("diloco", "diloco", {}), ("streaming, e3m0", "streaming", {}))),
+        ("ddp", "ddp", {}), ("single", "single", {}), ("diloco", "diloco", {}), ("streaming, e3m0", "streaming", {}),
+        ("streaming, e3m0, outer rate 0.7", "streaming", dict(outer=NESTEROV)),
+        ("streaming, fp32", "streaming", dict(compressor="none")))),
     *((label, name, 8, 600, 20, more, 0) for label, name, more in (
         ("ddp", "ddp", {}), ("single", "single", {}), ("diloco, fp32", "diloco", {}),
         ("diloco, fp16", "diloco", dict(compressor="fp16")),
@@ -2443,6 +2453,25 @@ STUDY = [
     ("diloco, 20 % silent", "diloco", 8, 600, 20, {}, 0.2),
     ("diloco + W1 = pair, 20 % silent", "diloco", 8, 600, 20, dict(mixes="pair"), 0.2),
 ]
+
+
+def measure_kernels(device, n=2**27):
+    """ms and GB/s of a round's three passes over n weights, by kernels and by PyTorch (GPU)."""
+    phi, theta, m, D = (torch.randn(1, n, device=device) for _ in range(4))
+    weights = torch.tensor([[0.5, 0.5]], device=device)
+    print(f"{n / 2**20:.0f} Mi weights{'':<12}{'kernels':>20} {'GB/s':>7} {'PyTorch':>20}")
+
+    def row(what, size, work):
+        fast, slow = (base.bench(functools.partial(work, backend=way), device) for way in ("triton", "torch"))
+        print(f"  {what:<22}{str(fast):>20} {size / fast.median / 1e6:>7,.0f} {str(slow):>20}")
+
+    for name in CODES:
+        payload = encode(name, phi, theta, backend="triton")[0]
+        row(f"{name}: phi - theta, code", 8 * n + payload.nbytes, functools.partial(encode, name, phi, theta))
+        both = torch.cat((payload, payload))
+        row(f"{name}: sum of two", 4 * n + both.nbytes, functools.partial(decode_sum, name, both, weights, n))
+    row("outer step, blend", 7 * 4 * n, functools.partial(outer_step, NESTEROV, phi, theta, m, D, None, 0.5))
+    print()
 
 
 def silent_workers(M, share, seed):
@@ -2459,7 +2488,7 @@ def study_cell(cell):
     return train_toy(name, Sim(M, silent_workers(M, share, seed)), steps, H, seed, **overrides)
 
 
-def study(seeds=range(4), scale=1.0):
+def study(seeds=range(3), scale=1.0):
     """README's table: every cell of STUDY for every seed, side by side on all cores. scale: of the number of steps."""
     rows = [(*row[:3], max(2 * row[4], int(row[3] * scale)), *row[4:]) for row in STUDY]
     cells = [(row, seed) for row in rows for seed in seeds]
@@ -2514,6 +2543,8 @@ def body(device, ledger, args):
     results = fleet(five_methods, 2, 120, 20)[0]
     wire = results.pop("wire")
     table(results, 2, 120, 20)
+    if device.type == "cuda" and HAS_TRITON:
+        measure_kernels(device)
     utilisation_table(ledger)
     parameters = TinyWorker(0).config.parameters()
     for name in FIVE:

@@ -15,17 +15,21 @@ What it shows
     default where 03's kernels run); cce-exact: exact (the default elsewhere); cce-sparse: sparse wherever its entries
     fit; cce-filter: dE without the tiles that 03 would leave out (dC stays exact, a filtered one starves the rows of
     rare tokens); reference: of the materialised loss, for comparison.
-    --optimizer forge-cce (04, the default of one process): every matrix is updated inside backward, the classifier in
+    --optimizer forge-cce (04, the default): every matrix is updated inside backward, the classifier in
     the loss itself, so that no gradient of a matrix is ever there; forge: the layers' matrices alone, embedding and
     classifier by an ordinary AdamW; adamw: everything by that. --states says in what precision forged weights and
     moments are kept. Clipping and --accum need the sum of all gradients first: there adamw is the default, and forge
-    keeps what the gradients are products of, while that is smaller. Several processes sum gradients: adamw alone.
+    keeps what the gradients are products of, while that is smaller.
+    --sync diloco (06, the default of several processes): each is a worker that trains alone for --inner-steps steps and
+    then sends how far it came; no gradient is ever summed, so forge works. The other methods of 06 send less, or later,
+    or to fewer. Validation, sample and checkpointed model are the weights that the workers agree on; a step's loss is
+    one worker's. On CPUs (gloo) a worker may be killed: the others go on. ddp: gradients are summed each step, adamw.
 
 What stays the same whatever the number of processes
-    --batch counts the sequences of one optimizer step over ALL processes and micro-batches. Sequence i of step s is
-    number s * batch + i of a shuffled order that depends on --seed alone, so with the same --batch, --gpus and --accum
-    only cut the same step into parts: the losses agree to rounding (sparse gradients to their error). The position in
-    the data is the step number.
+    --batch counts the sequences of one step over ALL processes and micro-batches. Sequence i of step s is number
+    s * batch + i of a shuffled order that depends on --seed alone, so with the same --batch, --accum and, with --sync
+    ddp, --gpus only cut the same step into parts: the losses agree to rounding (sparse gradients to their error). The
+    position in the data is the step number.
     (Without --batch, a GPU run takes up to 64 sequences a process, so there two GPUs take larger steps than one.)
 
 Defaults come from --preset, and that from the device. Checkpoints restore the flags they were made with, except those
@@ -72,7 +76,10 @@ PRESETS = {
 }
 MODEL_FLAGS = ("preset", "layers", "dim", "heads", "seq", "vocab", "tokens")  # fixed by a checkpoint,
 # as are these; what they were before they were flags
-STATE_FLAGS = {"optimizer": "adamw", "states": "fp32", "sync": "ddp", "inner_steps": None}
+STATE_FLAGS = {"optimizer": "adamw", "states": "fp32", "sync": "ddp", "inner_steps": None, "outer": None}
+# The outer step's rate and momentum while there are fewer ROUNDS than that in a run. The papers' 0.7 and 0.9 add up to
+# seven times what workers did, ten rounds late: more than so short a run can make good.
+SHORT_OUTER, ROUNDS = [0.9, 0.5], 50
 BETAS, WEIGHT_DECAY, MIN_LR = (0.9, 0.95), 0.1, 0.1  # AdamW; the cosine ends at a tenth of the peak rate
 WARMUP = 50  # steps, also in short runs: AdamW's second moment averages 20, and a full rate before that makes it spike
 KEEP = 2  # checkpoints on disk: if the newest is damaged, the one before it is tried
@@ -259,10 +266,10 @@ class World:
 
     sync: 06's Sync of workers that train apart, who may get fewer; else None."""
 
-    def __init__(self):
+    def __init__(self, device):
         joined = dist.is_available() and dist.is_initialized()
         self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if joined else (0, 1)
-        self.sync = None
+        self.device, self.sync = device, None
 
     @property
     def members(self):
@@ -278,7 +285,7 @@ class World:
         """The sum of a number over all processes."""
         if self.sync:
             return self.sync.collect(torch.tensor([[value]], dtype=torch.float64)).sum().item()
-        value = torch.as_tensor(value, dtype=torch.float64)
+        value = torch.tensor(value, dtype=torch.float64, device=self.device)
         self.sum(value)
         return value.item()
 
@@ -288,9 +295,9 @@ class World:
             for work in [dist.all_reduce(t, async_op=True) for t in tensors]:
                 work.wait()
 
-    def smallest(self, value, device):
+    def smallest(self, value):
         """The least of the processes' values of a whole number."""
-        value = torch.tensor(value, device=device)
+        value = torch.tensor(value, device=self.device)
         if self.size > 1:
             dist.all_reduce(value, dist.ReduceOp.MIN)
         return int(value)
@@ -465,7 +472,12 @@ def sync_method(args):
     if args.sync not in low_comm.METHODS:
         return None
     method = low_comm.METHODS[args.sync]
-    return dataclasses.replace(method, inner_steps=args.inner_steps) if args.inner_steps else method
+    if args.inner_steps:
+        method = dataclasses.replace(method, inner_steps=args.inner_steps)
+    if args.outer:
+        lr, momentum = args.outer
+        method = dataclasses.replace(method, outer=dataclasses.replace(method.outer, lr=lr, momentum=momentum))
+    return method
 
 
 def waits(args):
@@ -582,7 +594,7 @@ def fitting_batch(config, world, args, device):
         predict_memory(config, per_process // args.accum, args.accum, args, device)[1] > 0.85 * free
     ):
         per_process //= 2
-    return world.smallest(per_process, device) * world.size
+    return world.smallest(per_process) * world.size
 
 
 def check_batch(args, processes):
@@ -822,7 +834,8 @@ def describe_sync(method, config, world, args):
     ddp = low_comm.data_parallel_bytes(P, world.size) * (H or args.steps)
     fewer = f", {ddp / size:,.0f} times less than summing gradients" if world.size > 1 else ""
     when = f"every {H} steps" if H else "once, at the end"
-    return f"sync    {args.sync}: {when}, {size / 1e6:,.2f} MB a worker and round{fewer}; a step's loss is one worker's"
+    outer = f" (outer rate {method.outer.lr:g}, momentum {method.outer.momentum:g})" if method.outer.momentum else ""
+    return f"sync    {args.sync}{outer}: {when}, {size / 1e6:,.2f} MB a worker and round{fewer}; steps show one worker"
 
 
 def resume_command(args, world):
@@ -840,8 +853,8 @@ def resume_command(args, world):
 
 def run(args):
     """One process of the run, from the first line to the last; returns its exit status."""
-    world = World()
     device = torch.device(args.device, int(os.environ.get("LOCAL_RANK", 0)) if args.device == "cuda" else None)
+    world = World(device)
     if args.deterministic:
         torch.use_deterministic_algorithms(True)
     config = base.GPTConfig(args.vocab, args.seq, args.layers, args.heads, args.dim)
@@ -864,7 +877,7 @@ def run(args):
             states = optimizer.forged.states.values()
             flat.adopt((s.weight, s.tensors["master"]) for s in states if "master" in s.tensors)
         world.sync = low_comm.make_sync(args.sync, flat, transport, seed=args.seed, companion=optimizer,
-                                        inner_steps=method.inner_steps)
+                                        inner_steps=method.inner_steps, outer=method.outer)
     if args.resume:
         restore(args.checkpoint, model, optimizer, world)
     status = 0
@@ -1049,6 +1062,8 @@ def make_parser():
     add("--sync", choices=("none", "ddp", *low_comm.METHODS),
         help="of several processes: none; gradients summed each step (adamw); weights by 06's methods (diloco)")
     add("--inner-steps", type=int, metavar="H", help="steps that workers take alone between rounds (from --sync)")
+    add("--outer", type=float, nargs=2, metavar=("LR", "MOMENTUM"),
+        help=f"of the step that a round takes (06's; {SHORT_OUTER[0]} {SHORT_OUTER[1]} in runs of fewer than {ROUNDS} rounds)")
     add("--states", choices=list(forging.LAYOUTS), help="of forged weights: fp32; bf16 with fp32 master; bf16; int8")
     add("--clip", type=float, help="largest gradient norm; 0: do not clip (1.0 with adamw, 0 otherwise)")
     add("--dtype", choices=("bf16", "fp32"), help="of the matrix products (bf16 where the GPU has it, else fp32)")
@@ -1092,7 +1107,7 @@ def parse(argv):
         args.sync = asked.sync if record["flags"]["sync"] == "none" else args.sync
         for name in (*MODEL_FLAGS, *STATE_FLAGS):
             wish, has = getattr(asked, name), record["flags"][name]
-            if name == "sync" and has in ("none", "ddp") or name == "inner_steps" and has is None:
+            if name == "sync" and has in ("none", "ddp") or name in ("inner_steps", "outer") and has is None:
                 continue  # such a checkpoint has one set of weights: workers may go on from it in any way
             if wish not in (None, has):
                 raise ValueError(f"--{name} {wish}: the checkpoint has {has}: drop the flag, or use another --out")
@@ -1129,6 +1144,7 @@ def parse(argv):
     if args.loss is None:  # the sparse gradient's kernels need Hopper; elsewhere there is nothing to decide
         args.loss = "cce" if fetches(torch.device(args.device), args.dim, args) else "cce-exact"
     args.sync = choose_sync(args, processes, record if args.resume else None)
+    args.outer = choose_outer(args)
     args.optimizer, args.why_optimizer = choose_optimizer(args, processes)
     args.clip = (1.0 if args.optimizer == "adamw" else 0.0) if args.clip is None else args.clip
     args.states = args.states or "fp32"
@@ -1199,6 +1215,19 @@ def choose_sync(args, processes, record):
         raise ValueError(f"the checkpoint is of {workers} workers that train apart (--sync {sync}), this launch has "
                          f"{processes}: use --gpus {workers} (or as many processes under torchrun)")
     return sync
+
+
+def choose_outer(args):
+    """The flag, completed: None for 06's own values."""
+    method = low_comm.METHODS.get(args.sync)
+    if args.outer is None:
+        rounds = args.steps // (args.inner_steps or method.inner_steps) if method and method.outer.nesterov else ROUNDS
+        return SHORT_OUTER if rounds < ROUNDS and not args.resume else None
+    if not (method and method.outer.momentum):
+        raise ValueError(f"--outer: with --sync {args.sync} there is no outer momentum: drop it, or use --sync diloco")
+    if not (0 < args.outer[0] and 0 <= args.outer[1] < 1):
+        raise ValueError(f"--outer {args.outer[0]} {args.outer[1]}: a rate above 0 and a momentum in 0 ... 1 (not 1)")
+    return args.outer
 
 
 def choose_dtype(args):
