@@ -23,7 +23,8 @@ What it shows
     --sync diloco (06, the default of several processes): each is a worker that trains alone for --inner-steps steps and
     then sends how far it came; no gradient is ever summed, so forge works. The other methods of 06 send less, or later,
     or to fewer. Validation, sample and checkpointed model are the weights that the workers agree on; a step's loss is
-    one worker's. On CPUs (gloo) a worker may be killed: the others go on. ddp: gradients are summed each step, adamw.
+    one worker's. On CPUs (gloo), with --gpus, a worker may be killed: the others go on. ddp: gradients are summed each
+    step, by adamw.
 
 What stays the same whatever the number of processes
     --batch counts the sequences of one step over ALL processes and micro-batches. Sequence i of step s is number
@@ -77,9 +78,9 @@ PRESETS = {
 MODEL_FLAGS = ("preset", "layers", "dim", "heads", "seq", "vocab", "tokens")  # fixed by a checkpoint,
 # as are these; what they were before they were flags
 STATE_FLAGS = {"optimizer": "adamw", "states": "fp32", "sync": "ddp", "inner_steps": None, "outer": None}
-# The outer step's rate and momentum while there are fewer ROUNDS than that in a run. The papers' 0.7 and 0.9 add up to
-# seven times what workers did, ten rounds late: more than so short a run can make good.
-SHORT_OUTER, ROUNDS = [0.9, 0.5], 50
+# The outer step's rate and momentum in runs of fewer ROUNDS: plain averaging. The papers' 0.7 and 0.9 add up to seven
+# times what workers did, ten rounds late: more than so short a run can make good (README has the figures).
+SHORT_OUTER, ROUNDS = [1.0, 0.0], 50
 BETAS, WEIGHT_DECAY, MIN_LR = (0.9, 0.95), 0.1, 0.1  # AdamW; the cosine ends at a tenth of the peak rate
 WARMUP = 50  # steps, also in short runs: AdamW's second moment averages 20, and a full rate before that makes it spike
 KEEP = 2  # checkpoints on disk: if the newest is damaged, the one before it is tried
@@ -281,13 +282,13 @@ class World:
         """Whether this process speaks and saves for all."""
         return self.rank == self.members[0]
 
-    def total(self, value):
-        """The sum of a number over all processes."""
+    def totals(self, *values):
+        """Sums of numbers over all processes."""
+        values = torch.tensor(values, dtype=torch.float64, device=self.device)
         if self.sync:
-            return self.sync.collect(torch.tensor([[value]], dtype=torch.float64)).sum().item()
-        value = torch.tensor(value, dtype=torch.float64, device=self.device)
-        self.sum(value)
-        return value.item()
+            return self.sync.collect(values[None]).sum(0).tolist()
+        self.sum(values)
+        return values.tolist()
 
     def sum(self, *tensors):
         """All-reduce in place; the calls overlap, one wait at the end."""
@@ -304,7 +305,7 @@ class World:
 
     def barrier(self):
         if self.sync:
-            self.total(0)
+            self.totals(0)
         elif self.size > 1:
             dist.barrier()
 
@@ -503,7 +504,8 @@ def validate(model, data, world, args, device):
     for start in range(0, len(mine), size):
         x, y = data.val.windows(mine[start : start + size])
         total += loss_sum(model, x.to(device), y.to(device), args, filtering.SparseStats())
-    return world.total(total.item()) / (count * args.seq)
+    total, windows = world.totals(total.item(), len(mine))
+    return total / (windows * args.seq)
 
 
 @torch.no_grad()
@@ -635,7 +637,7 @@ def save_checkpoint(out, step, model, optimizer, args, data, world):
 
     Workers that train apart save at the same step: each its optimizer and 06's state, in a file of its own; the model
     in the first is the synchronised one. The JSON has checksums of all."""
-    name = Path(out) / f"step_{step:08d}"
+    name, members = Path(out) / f"step_{step:08d}", world.members
     if world.main:
         for leftover in Path(out).glob("step_*.tmp"):  # of a process that was killed while it saved
             leftover.unlink()
@@ -652,11 +654,13 @@ def save_checkpoint(out, step, model, optimizer, args, data, world):
     if world.sync:
         world.barrier()  # the leftovers are gone
     if world.sync or world.main:
-        worker = world.members.index(world.rank)
+        worker = members.index(world.rank)
         base.replace_atomically(worker_file(name, worker), buffer.getbuffer())
     if world.sync:
         sums = world.sync.collect(torch.tensor([[float(zlib.crc32(buffer.getbuffer()))]], dtype=torch.float64))
         others = [int(value) for value in sums[1:, 0]]
+        if world.members != members:  # somebody was lost meanwhile, and files are numbered by who is left
+            return save_checkpoint(out, step, model, optimizer, args, data, world)
     if world.main:
         saved = {k: v for k, v in vars(args).items() if k not in NOT_SAVED}
         record = dict(step=step, flags=saved, data=data.digest, workers=others)
@@ -693,19 +697,21 @@ def find_checkpoint(out):
     raise ValueError(f"{out}: no checkpoint is whole: start anew with another --out")
 
 
-def restore(path, model, optimizer, world):
-    """Load what save_checkpoint stored; each worker from its own file."""
-    load = functools.partial(torch.load, weights_only=True, map_location="cpu")
-    model.load_state_dict(load(path)["model"])
-    tensors = load(worker_file(Path(path), world.rank if world.sync else 0))
+def restore(path, model, optimizer, world, start):
+    """Load what save_checkpoint stored at step `start`; each worker from its own file."""
+    tensors = torch.load(path, weights_only=True, map_location="cpu")
+    model.load_state_dict(tensors["model"])
+    apart = world.sync and "sync" in tensors  # a checkpoint of --sync none or ddp has one state for all
+    if apart and world.rank:
+        tensors = torch.load(worker_file(Path(path), world.rank), weights_only=True, map_location="cpu")
     optimizer.load_state_dict(tensors["optimizer"])
     torch.set_rng_state(tensors["generators"]["cpu"])
     if "cuda" in tensors["generators"] and torch.cuda.is_available():
         torch.cuda.set_rng_state(tensors["generators"]["cuda"])
-    if world.sync and "sync" in tensors:  # a checkpoint of --sync none or ddp has one set of weights for all
+    if apart:
         world.sync.load_state_dict(tensors["sync"])
     elif world.sync:
-        world.sync.restart()
+        world.sync.restart(start)
 
 
 def synchronised(world):
@@ -751,7 +757,7 @@ class Log:
 
     def __init__(self, args, world, start):
         self.every, self.terminal = args.log_every, sys.stdout.isatty()
-        self.world, self.file, self.open_line = world, None, False
+        self.world, self.file, self.open_line, self.path = world, None, False, args.log
         if world.main and args.log:
             path = Path(args.log)
             kept = []  # a resumed run repeats the steps after its checkpoint: their old rows go, and a torn one
@@ -767,6 +773,8 @@ class Log:
             self.file = path.open("a")
 
     def row(self, **values):
+        if self.path and self.world.main and not self.file:  # the first worker was lost: go on for it
+            self.file = Path(self.path).open("a")
         if self.file:
             self.file.write(json.dumps({k: v for k, v in values.items() if v is not None}) + "\n")
             self.file.flush()
@@ -834,7 +842,7 @@ def describe_sync(method, config, world, args):
     ddp = low_comm.data_parallel_bytes(P, world.size) * (H or args.steps)
     fewer = f", {ddp / size:,.0f} times less than summing gradients" if world.size > 1 else ""
     when = f"every {H} steps" if H else "once, at the end"
-    outer = f" (outer rate {method.outer.lr:g}, momentum {method.outer.momentum:g})" if method.outer.momentum else ""
+    outer = f" (outer rate {method.outer.lr:g}, momentum {method.outer.momentum:g})" if method.outer.nesterov else ""
     return f"sync    {args.sync}{outer}: {when}, {size / 1e6:,.2f} MB a worker and round{fewer}; steps show one worker"
 
 
@@ -872,14 +880,14 @@ def run(args):
     optimizer = Optimizer(model, args)
     start = args.start
     if method:
-        transport = low_comm.Dist(device) if world.size > 1 else low_comm.Sim(1)
+        transport = low_comm.Dist(device, timeout=300) if world.size > 1 else low_comm.Sim(1)
         if optimizer.forged:
             states = optimizer.forged.states.values()
             flat.adopt((s.weight, s.tensors["master"]) for s in states if "master" in s.tensors)
         world.sync = low_comm.make_sync(args.sync, flat, transport, seed=args.seed, companion=optimizer,
                                         inner_steps=method.inner_steps, outer=method.outer)
     if args.resume:
-        restore(args.checkpoint, model, optimizer, world)
+        restore(args.checkpoint, model, optimizer, world, start)
     status = 0
     if args.steps:
         data = load_data(args, packages=device.type == "cuda")
@@ -938,7 +946,8 @@ def train(model, optimizer, data, config, world, args, device, start, stop):
         validation(0)
     if start >= args.steps:
         log.say(f"nothing to do: {args.out} is at step {start} of {args.steps}: raise --steps to go on")
-    for step in range(start, args.steps):
+    step, wrong, announced = start, None, False
+    while step < args.steps:
         began = time.perf_counter()
         lr = learning_rate(step, args)
         optimizer.begin(step + 1, lr)
@@ -947,21 +956,22 @@ def train(model, optimizer, data, config, world, args, device, start, stop):
         norm = optimizer.finish()
         done, sync = step + 1, world.sync
         if sync:  # nothing is asked of the others between rounds; a round tells all of them who wants to stop
-            (loss, norm), wrong = torch.stack((loss.double(), norm.double())).tolist(), None
+            loss, norm = torch.stack((loss.double(), norm.double())).tolist()
             if not (math.isfinite(loss) and math.isfinite(norm)):
-                wrong = f"loss {loss}, gradient norm {norm}"
+                wrong = wrong or f"loss {loss}, gradient norm {norm}"
                 sync.surrender(wrong)
-            if stop.number:
+            if stop.number and not announced:
+                announced = True
+                log.say("stopping after the next round")
                 sync.transport.ask("stop", str(int(stop.number)))
             sync.step()
+            done = sync.steps  # of the others, if this worker was lost and has come back
             if sync.method.inner_steps is None and done % 50 == 0:
                 world.barrier()  # with no rounds to ask in, ask now and then
-            while wrong and "halt" not in sync.notes and sync.steps < args.steps:
-                sync.step()
-            if done == args.steps and not wrong:
+            if done == args.steps:
                 sync.finish()
-            if wrong or "halt" in sync.notes:
-                return diverged(done, wrong or sync.notes["halt"])
+            if "halt" in sync.notes:
+                return diverged(done, sync.notes["halt"])
             stopped = int(sync.notes.get("stop", 0))
         else:
             totals = torch.stack((loss.double(), torch.tensor(float(stop.number), dtype=torch.float64, device=device)))
@@ -986,7 +996,8 @@ def train(model, optimizer, data, config, world, args, device, start, stop):
             f"eta {eta // 60}:{eta % 60:02d}",
             done, final=done == args.steps,
         )
-        log.row(step=done, loss=loss, bpb=per_byte(loss), lr=lr, grad_norm=norm, tok_s=tok_s, mfu=mfu,
+        if not wrong:  # NaN is no JSON
+            log.row(step=done, loss=loss, bpb=per_byte(loss), lr=lr, grad_norm=norm, tok_s=tok_s, mfu=mfu,
                 peak_mib=None if math.isnan(peak) else peak, seconds=time.perf_counter() - began, sparse=sparse,
                 why=stats.reason if args.loss in DECIDING else None, sent=sync and sync.bytes_sent,
                 blocked=sync and sync.blocked_seconds)
@@ -998,18 +1009,23 @@ def train(model, optimizer, data, config, world, args, device, start, stop):
         evaluate = done == args.steps or args.eval_every and done % args.eval_every == 0
         evaluate = evaluate and not args.dry_run
         keep = done == args.steps or args.save_every and done % args.save_every == 0
-        bad = 0 if not (stopped or keep) else world.total(not all(p.isfinite().all() for p in model.parameters()))
-        if bad:
-            return diverged(done, "the update left weights that are not finite")
-        if stopped:
-            save(done)
-            go_on = "" if args.dry_run else f"; go on with: {resume_command(args, world)}"
-            log.say(f"stopped after step {done}{go_on}")
-            return 128 + int(stop.number or (stopped if sync else signal.SIGTERM))
-        if evaluate and not math.isfinite(loss := validation(done)):
-            return diverged(done, f"validation loss {loss}")
-        if keep:
-            save(done)
+        try:
+            if stopped or keep:
+                finite = all(p.isfinite().all() for p in model.parameters())
+                if world.totals(bool(wrong) or not finite)[0]:
+                    return diverged(done, wrong or "the update left weights that are not finite")
+            if stopped:
+                save(done)
+                go_on = "" if args.dry_run else f"; go on with: {resume_command(args, world)}"
+                log.say(f"stopped after step {done}{go_on}")
+                return 128 + int(stop.number or (stopped if sync else signal.SIGTERM))
+            if evaluate and not math.isfinite(loss := validation(done)):
+                return diverged(done, f"validation loss {loss}")
+            if keep:
+                save(done)
+        except low_comm.Rejoined:  # the others have gone on meanwhile
+            done = sync.steps
+        step = done
     if args.dry_run:
         for text in compare_memory(config, model, optimizer, alive, world, args, device):
             log.say(text)
@@ -1105,9 +1121,10 @@ def parse(argv):
         args = parser.parse_args(argv)
         args.start, args.checkpoint, args.data_digest = record["step"], str(path), record["data"]
         args.sync = asked.sync if record["flags"]["sync"] == "none" else args.sync
+        alone = record["flags"]["sync"] in ("none", "ddp")
         for name in (*MODEL_FLAGS, *STATE_FLAGS):
             wish, has = getattr(asked, name), record["flags"][name]
-            if name == "sync" and has in ("none", "ddp") or name in ("inner_steps", "outer") and has is None:
+            if alone and name in ("sync", "inner_steps", "outer"):
                 continue  # such a checkpoint has one set of weights: workers may go on from it in any way
             if wish not in (None, has):
                 raise ValueError(f"--{name} {wish}: the checkpoint has {has}: drop the flag, or use another --out")
@@ -1144,7 +1161,7 @@ def parse(argv):
     if args.loss is None:  # the sparse gradient's kernels need Hopper; elsewhere there is nothing to decide
         args.loss = "cce" if fetches(torch.device(args.device), args.dim, args) else "cce-exact"
     args.sync = choose_sync(args, processes, record if args.resume else None)
-    args.outer = choose_outer(args)
+    args.outer = choose_outer(args, args.resume and record["flags"]["sync"] in low_comm.METHODS)
     args.optimizer, args.why_optimizer = choose_optimizer(args, processes)
     args.clip = (1.0 if args.optimizer == "adamw" else 0.0) if args.clip is None else args.clip
     args.states = args.states or "fp32"
@@ -1217,12 +1234,13 @@ def choose_sync(args, processes, record):
     return sync
 
 
-def choose_outer(args):
-    """The flag, completed: None for 06's own values."""
+def choose_outer(args, going_on):
+    """The flag, completed: None for 06's own values. going_on: from a checkpoint that has rounds behind it."""
     method = low_comm.METHODS.get(args.sync)
     if args.outer is None:
-        rounds = args.steps // (args.inner_steps or method.inner_steps) if method and method.outer.nesterov else ROUNDS
-        return SHORT_OUTER if rounds < ROUNDS and not args.resume else None
+        short = method and method.outer.nesterov and not going_on
+        H = args.inner_steps or method.inner_steps if short else 1
+        return SHORT_OUTER if short and (args.steps - args.start) // H < ROUNDS else None
     if not (method and method.outer.momentum):
         raise ValueError(f"--outer: with --sync {args.sync} there is no outer momentum: drop it, or use --sync diloco")
     if not (0 < args.outer[0] and 0 <= args.outer[1] < 1):
@@ -1286,13 +1304,14 @@ def launch(argv):
     if args.gpus == 1:
         return run(args)
     # Over gloo workers that train apart survive the loss of one; NCCL's watchdog ends them all.
+    grace = 600 if args.sync in low_comm.METHODS else 30  # seconds to stop in: they stop after a round
     spare = args.gpus - 1 if args.device == "cpu" and args.sync in low_comm.METHODS else 0
     if args.batch is not None:
         check_batch(args, args.gpus)
     if args.steps:
         load_data(args, packages=args.device == "cuda")  # what is wrong with the data is said once, before any process
     try:
-        lost = base.spawn(run_rank, args.gpus, args.device, (args,), spare=spare)
+        lost = base.spawn(run_rank, args.gpus, args.device, (args,), grace=grace, spare=spare)
         if lost:
             print(f"train.py: process(es) {lost} were lost, the others went on without them", file=sys.stderr)
     except torch.multiprocessing.ProcessExitedException as error:
