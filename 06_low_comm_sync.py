@@ -1200,7 +1200,7 @@ class Sync:
         if method.reduces:
             members = list(self.transport.members)
             weights = self.tensor(W2[members[0], members][None])  # (1, J)
-            combine = functools.partial(self.combine, weights)
+            combine = functools.partial(self.combine, method.compressor, weights)
         parts = [Part(r.payload, W2, combine)]
         W1 = None
         if method.mixes and not method.early and not method.replicas:
@@ -1208,9 +1208,9 @@ class Sync:
             parts.append(self.anchor_part(span, W1))
         r.W, r.future = (W2, W1), self.transport.launch(parts)
 
-    def combine(self, weights, stack):
+    def combine(self, name, weights, stack):
         """The weighted sum over workers of stack (J, parts, bytes), compressed again: (1, parts, bytes)."""
-        name, (_, parts, width) = self.method.compressor, stack.shape
+        _, parts, width = stack.shape
         size = width // self.theta.element_size() if name == "none" else width * BLOCK // block_bytes(name, BLOCK)
         total = decode_sum(name, stack, weights, parts * size, self.backend, self.theta.dtype)  # (1, parts * size)
         return encode(name, total, parts=parts, size=size, backend=self.backend)[0]
@@ -1518,14 +1518,9 @@ class Sync:
             size = chunk_size("none", x.shape[1], len(members))
             payload = encode("none", x, parts=len(members), size=size, backend=self.backend)[0]
             weights = self.tensor(W[members[0], members][None])
-            return Part(payload, W, functools.partial(self.sum_plain, weights), counted=False)
+            return Part(payload, W, functools.partial(self.combine, "none", weights), counted=False)
 
         return self.add_up("none", self.insist(part).parts[0], None, x.shape[1])
-
-    def sum_plain(self, weights, stack):
-        n = stack.shape[1] * stack.shape[2] // self.theta.element_size()
-        total = decode_sum("none", stack, weights, n, self.backend, self.theta.dtype)
-        return encode("none", total, parts=stack.shape[1], size=n // stack.shape[1], backend=self.backend)[0]
 
     def state_dict(self):
         """All that a bitwise continuation needs beyond model and optimizer: tensors in use, not copies. Rounds in
