@@ -1099,7 +1099,7 @@ METHODS = {
 @dataclass
 class Round:
     """A launch that has not landed: fragment, step of launch and landing, the payload (L, parts, bytes), what it left
-    of Delta, who counted, W2 and the future of its arrival."""
+    of Delta, who counts, (W2, W1) and the future of its arrival."""
 
     fragment: int
     step: int
@@ -1130,7 +1130,7 @@ class Sync:
         count = len(flat.spans)
         self.steps, self.launched, self.numbers = 0, [0] * count, [0] * count
         self.pending, self.early, self.blocked_seconds = [], [None] * count, 0.0
-        self.aborted, self.entered = 0, 0  # launches in a row; times that this worker has joined a group at work
+        self.aborted, self.entered = 0, 0  # launches in a row that were; times that we joined a group at work
         self.notes, self.joining = {}, []  # what the rounds so far have agreed on; who asked to join
         if transport.members:
             self.mix_early()
@@ -1196,17 +1196,17 @@ class Sync:
         self.numbers[r.fragment] += 1
         r.live = self.transport.live(number, r.step)
         W2 = mixing(method.sums, number, r.live, self.seed)
-        combine = None
-        if method.reduces:
-            members = list(self.transport.members)
-            weights = self.tensor(W2[members[0], members][None])  # (1, J)
-            combine = functools.partial(self.combine, method.compressor, weights)
-        parts = [Part(r.payload, W2, combine)]
+        parts = [Part(r.payload, W2, self.adder(method.compressor, W2) if method.reduces else None)]
         W1 = None
         if method.mixes and not method.early and not method.replicas:
             W1 = mixing(method.mixes, number, r.live, self.seed)
             parts.append(self.anchor_part(span, W1))
         r.W, r.future = (W2, W1), self.transport.launch(parts)
+
+    def adder(self, name, W):
+        """combine() with the weights of a sum that is the same for all members: a row of W."""
+        members = list(self.transport.members)
+        return functools.partial(self.combine, name, self.tensor(W[members[0], members][None]))  # (1, J)
 
     def combine(self, name, weights, stack):
         """The weighted sum over workers of stack (J, parts, bytes), compressed again: (1, parts, bytes)."""
@@ -1513,12 +1513,11 @@ class Sync:
 
     def mean_of(self, x):
         def part():
-            members = list(self.transport.members)
+            count = len(self.transport.members)
             W = mixing("all", 0, self.transport.live(-1, self.steps + 1))
-            size = chunk_size("none", x.shape[1], len(members))
-            payload = encode("none", x, parts=len(members), size=size, backend=self.backend)[0]
-            weights = self.tensor(W[members[0], members][None])
-            return Part(payload, W, functools.partial(self.combine, "none", weights), counted=False)
+            size = chunk_size("none", x.shape[1], count)
+            payload = encode("none", x, parts=count, size=size, backend=self.backend)[0]
+            return Part(payload, W, self.adder("none", W), counted=False)
 
         return self.add_up("none", self.insist(part).parts[0], None, x.shape[1])
 

@@ -638,24 +638,24 @@ def save_checkpoint(out, step, model, optimizer, args, data, world):
     Workers that train apart save at the same step: each its optimizer and 06's state, in a file of its own; the model
     in the first is the synchronised one. The JSON has checksums of all."""
     name, members = Path(out) / f"step_{step:08d}", world.members
+    if not (world.main or world.sync):
+        return
     if world.main:
         for leftover in Path(out).glob("step_*.tmp"):  # of a process that was killed while it saved
             leftover.unlink()
     generators = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         generators["cuda"] = torch.cuda.get_rng_state()
-    with synchronised(world):
-        state = dict(model={k: v.clone() for k, v in model.state_dict().items()} if world.main else {})
-    state |= dict(optimizer=optimizer.state_dict(), generators=generators)
+    state = dict(model=model.state_dict(), optimizer=optimizer.state_dict(), generators=generators)
     if world.sync:
+        with synchronised(world):
+            state["model"] = {k: v.clone() for k, v in state["model"].items()} if world.main else {}
         state["sync"] = world.sync.state_dict()
     buffer, others = io.BytesIO(), []
     torch.save(state, buffer)
     if world.sync:
         world.barrier()  # the leftovers are gone
-    if world.sync or world.main:
-        worker = members.index(world.rank)
-        base.replace_atomically(worker_file(name, worker), buffer.getbuffer())
+    base.replace_atomically(worker_file(name, members.index(world.rank)), buffer.getbuffer())
     if world.sync:
         sums = world.sync.collect(torch.tensor([[float(zlib.crc32(buffer.getbuffer()))]], dtype=torch.float64))
         others = [int(value) for value in sums[1:, 0]]
@@ -687,8 +687,9 @@ def find_checkpoint(out):
         path = file.with_suffix(".pt")
         try:
             record = json.loads(file.read_text())
-            others = [zlib.crc32(worker_file(path, 1 + i).read_bytes()) for i in range(len(record.get("workers", [])))]
-            if checksum(record, path.read_bytes()) == record["crc32"] and others == record.get("workers", []):
+            workers = record.get("workers", [])
+            others = [zlib.crc32(worker_file(path, i).read_bytes()) for i in range(1, 1 + len(workers))]
+            if checksum(record, path.read_bytes()) == record["crc32"] and others == workers:
                 return record, path
             problem = "its checksum differs"
         except (ValueError, KeyError, TypeError, OSError) as error:
