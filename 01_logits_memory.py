@@ -632,8 +632,13 @@ def spawn(fn, ranks, device="cpu", args=(), timeout=300, grace=30, spare=0, late
     previous, lost = signal.signal(signal.SIGTERM, terminated), []
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     setup = (fn, ranks, store.port, torch.device(device).type, timeout, args)
-    start = torch.multiprocessing.start_processes
-    context = start(_rank_main, setup, ranks + late, False, daemon=True, start_method="spawn")
+    method = "spawn"  # each process imports torch anew: 4 seconds of a core
+    if device != "cuda" and "forkserver" in multiprocessing.get_all_start_methods():  # a copy of one that has it
+        method = "forkserver"
+        multiprocessing.set_forkserver_preload(["torch", "torch._dynamo"])  # the latter is imported by torch.optim
+    context = torch.multiprocessing.start_processes(
+        _rank_main, setup, ranks + late, join=False, daemon=True, start_method=method
+    )
     running = context.sentinels  # {sentinel of a process: its rank}, less those that have ended well
     try:
         while running:

@@ -285,7 +285,10 @@ def from_top_k(payload):
 #
 # A round reads phi, theta, e and writes codes; reads M codes and writes D; reads D, phi, m, theta and writes three of
 # them. Written as single operations of PyTorch that is 10 to 15 passes over the weights, here it is three. A program
-# takes one block of BLOCK numbers, as two halves because e3m0 packs two codes in a byte.
+# takes GROUP blocks of BLOCK numbers, as two halves because e3m0 packs two codes in a byte. With one block a program,
+# most of the time would go into starting a million programs.
+
+GROUP = 16
 
 
 @triton.jit
@@ -321,57 +324,59 @@ def power_value(code, top):
 
 @triton.jit
 def encode_kernel(
-    phi, theta, e, residual, codes, scales, count, beta, phi_row, theta_row, e_row, rest_row, code_row, code_chunk,
-    scale_row, scale_chunk, KIND: tl.constexpr, DELTA: tl.constexpr, FEEDBACK: tl.constexpr, BLOCKS: tl.constexpr,
-    HALF: tl.constexpr,
+    phi, theta, e, residual, codes, scales, count, blocks, beta, phi_row, theta_row, e_row, rest_row, code_row,
+    code_chunk, scale_row, scale_chunk, KIND: tl.constexpr, DELTA: tl.constexpr, FEEDBACK: tl.constexpr,
+    BLOCKS: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr,
 ):
-    """Block `program_id(0)` of row `program_id(1)`: x = phi - theta + beta e, codes and scales of x, residual x - sent.
-    BLOCKS: blocks in a chunk, each of which has its own place for codes and scales."""
-    block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    chunk, inside = (block // BLOCKS).to(tl.int64), block % BLOCKS
-    lane = tl.arange(0, HALF)
-    at, bt = block * (2 * HALF) + lane, block * (2 * HALF) + HALF + lane  # the two halves
+    """GROUP blocks of row `program_id(1)`: x = phi - theta + beta e, codes and scales of x, residual x - sent.
+    BLOCKS: blocks in a chunk, each of which has its own place for codes and scales; blocks: in all chunks."""
+    row = tl.program_id(1).to(tl.int64)
+    block = tl.program_id(0) * GROUP + tl.arange(0, GROUP)[:, None]  # (GROUP, 1)
+    chunk, inside, real = (block // BLOCKS).to(tl.int64), block % BLOCKS, block < blocks
+    lane = tl.arange(0, HALF)[None, :]
+    at, bt = block * (2 * HALF) + lane, block * (2 * HALF) + HALF + lane  # (GROUP, HALF): the blocks' two halves
     a, b = load_half(phi + row * phi_row, at, count, True), load_half(phi + row * phi_row, bt, count, True)
     a -= load_half(theta + row * theta_row, at, count, DELTA)
     b -= load_half(theta + row * theta_row, bt, count, DELTA)
     if FEEDBACK:
         a = fused_multiply_add(load_half(e + row * e_row, at, count, True), beta, a)
         b = fused_multiply_add(load_half(e + row * e_row, bt, count, True), beta, b)
-    codes += row * code_row + chunk * code_chunk
+    codes += row * code_row + chunk * code_chunk  # (GROUP, 1)
     scales += row * scale_row + chunk * scale_chunk
     place = inside * (2 * HALF) + lane
     if KIND == "none" or KIND == "fp16":
         p, q = a.to(codes.dtype.element_ty), b.to(codes.dtype.element_ty)
-        tl.store(codes + place, p)
-        tl.store(codes + place + HALF, q)
+        tl.store(codes + place, p, real)
+        tl.store(codes + place + HALF, q, real)
         p, q = p.to(tl.float32), q.to(tl.float32)
     elif KIND == "int8":
-        top = tl.maximum(tl.max(tl.abs(a)), tl.max(tl.abs(b)))
+        top = tl.max(tl.maximum(tl.abs(a), tl.abs(b)), 1, keep_dims=True)  # (GROUP, 1)
         inverse = tl.minimum(tl.where(top > 0, tl.div_rn(127.0, tl.where(top > 0, top, 1.0)), 0.0), 3e38)
         p, q = nearest_integer(product(a, inverse)).to(tl.int8), nearest_integer(product(b, inverse)).to(tl.int8)
         scale = tl.div_rn(top, 127.0)
-        tl.store(codes + place, p)
-        tl.store(codes + place + HALF, q)
-        tl.store(scales + inside, scale)
+        tl.store(codes + place, p, real)
+        tl.store(codes + place + HALF, q, real)
+        tl.store(scales + inside, scale, real)
         p, q = product(p.to(tl.float32), scale), product(q.to(tl.float32), scale)
     elif KIND == "uint8":
-        low, high = tl.minimum(tl.min(a), tl.min(b)), tl.maximum(tl.max(a), tl.max(b))
+        low = tl.min(tl.minimum(a, b), 1, keep_dims=True)  # (GROUP, 1)
+        high = tl.max(tl.maximum(a, b), 1, keep_dims=True)
         width = high - low
         inverse = tl.minimum(tl.where(width > 0, tl.div_rn(255.0, tl.where(width > 0, width, 1.0)), 0.0), 3e38)
         p = nearest_integer(product(a - low, inverse)) & 255
         q = nearest_integer(product(b - low, inverse)) & 255
         step = tl.div_rn(width, 255.0)
-        tl.store(codes + place, p.to(tl.uint8))
-        tl.store(codes + place + HALF, q.to(tl.uint8))
-        tl.store(scales + 2 * inside, low)
-        tl.store(scales + 2 * inside + 1, step)
+        tl.store(codes + place, p.to(tl.uint8), real)
+        tl.store(codes + place + HALF, q.to(tl.uint8), real)
+        tl.store(scales + 2 * inside, low, real)
+        tl.store(scales + 2 * inside + 1, step, real)
         p, q = fused_multiply_add(p.to(tl.float32), step, low), fused_multiply_add(q.to(tl.float32), step, low)
     else:  # e3m0
-        largest = tl.maximum(tl.max(tl.abs(a)), tl.max(tl.abs(b)))
-        top = (largest.to(tl.int32, bitcast=True) + 0x400000) >> 23
+        top = tl.max(tl.maximum(tl.abs(a), tl.abs(b)), 1, keep_dims=True)
+        top = (top.to(tl.int32, bitcast=True) + 0x400000) >> 23
         p, q = power_code(a, top), power_code(b, top)
-        tl.store(codes + inside * HALF + lane, (p | (q << 4)).to(tl.uint8))
-        tl.store(scales + inside, top.to(tl.uint8))
+        tl.store(codes + inside * HALF + lane, (p | (q << 4)).to(tl.uint8), real)
+        tl.store(scales + inside, top.to(tl.uint8), real)
         p, q = power_value(p, top), power_value(q, top)
     if FEEDBACK:
         tl.store(residual + row * rest_row + at, a - p, at < count)
@@ -380,31 +385,34 @@ def encode_kernel(
 
 @triton.jit
 def decode_kernel(
-    codes, scales, weights, out, count, senders, out_row, code_row, code_chunk, scale_row, scale_chunk,
-    KIND: tl.constexpr, BLOCKS: tl.constexpr, HALF: tl.constexpr,
+    codes, scales, weights, out, count, blocks, senders, out_row, code_row, code_chunk, scale_row, scale_chunk,
+    KIND: tl.constexpr, BLOCKS: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr,
 ):
-    """Block `program_id(0)` of row i = `program_id(1)`: out = sum over j of weights[i, j] x decoded j, j = 0, 1, ..."""
-    block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    chunk, inside = (block // BLOCKS).to(tl.int64), block % BLOCKS
-    lane = tl.arange(0, HALF)
-    codes += chunk * code_chunk
+    """GROUP blocks of row i = `program_id(1)`: out = sum over j of weights[i, j] x decoded j, j = 0, 1, ..."""
+    row = tl.program_id(1).to(tl.int64)
+    block = tl.program_id(0) * GROUP + tl.arange(0, GROUP)[:, None]  # (GROUP, 1)
+    chunk, inside, real = (block // BLOCKS).to(tl.int64), block % BLOCKS, block < blocks
+    lane = tl.arange(0, HALF)[None, :]
+    codes += chunk * code_chunk  # (GROUP, 1)
     scales += chunk * scale_chunk
     place = inside * (2 * HALF) + lane
-    a, b = tl.zeros((HALF,), tl.float32), tl.zeros((HALF,), tl.float32)
+    a, b = tl.zeros((GROUP, HALF), tl.float32), tl.zeros((GROUP, HALF), tl.float32)
     for sender in range(senders):
         weight = tl.load(weights + row * senders + sender)
         if weight != 0:  # what has no weight may be anything
             if KIND == "e3m0":
-                packed = tl.load(codes + inside * HALF + lane).to(tl.int32)
-                top = tl.load(scales + inside).to(tl.int32)
+                packed = tl.load(codes + inside * HALF + lane, real, other=0).to(tl.int32)
+                top = tl.load(scales + inside, real, other=0).to(tl.int32)
                 p, q = power_value(packed & 15, top), power_value(packed >> 4, top)
             else:
-                p, q = tl.load(codes + place).to(tl.float32), tl.load(codes + place + HALF).to(tl.float32)
+                p = tl.load(codes + place, real, other=0).to(tl.float32)
+                q = tl.load(codes + place + HALF, real, other=0).to(tl.float32)
             if KIND == "int8":
-                scale = tl.load(scales + inside)
+                scale = tl.load(scales + inside, real, other=0)
                 p, q = p * scale, q * scale
             if KIND == "uint8":
-                low, step = tl.load(scales + 2 * inside), tl.load(scales + 2 * inside + 1)
+                low = tl.load(scales + 2 * inside, real, other=0)
+                step = tl.load(scales + 2 * inside + 1, real, other=0)
                 p, q = fused_multiply_add(p, step, low), fused_multiply_add(q, step, low)
             a, b = fused_multiply_add(p, weight, a), fused_multiply_add(q, weight, b)
         codes += code_row
@@ -469,10 +477,11 @@ def encode(name, phi, theta=None, e=None, beta=1.0, parts=1, size=None, backend=
         scales = codes if scales is None else scales
         theta, feedback, e = phi if theta is None else theta, e is not None, phi if e is None else e
         rest = phi if residual is None else residual
-        encode_kernel[(parts * size // BLOCK, L)](
-            phi, theta, e, rest, codes, scales, n, float(beta), phi.stride(0), theta.stride(0), e.stride(0),
+        blocks = parts * size // BLOCK
+        encode_kernel[(triton.cdiv(blocks, GROUP), L)](
+            phi, theta, e, rest, codes, scales, n, blocks, float(beta), phi.stride(0), theta.stride(0), e.stride(0),
             rest.stride(0), codes.stride(0), codes.stride(1), scales.stride(0), scales.stride(1), KIND=name,
-            DELTA=theta is not phi, FEEDBACK=feedback, BLOCKS=size // BLOCK, HALF=BLOCK // 2, num_warps=1,
+            DELTA=theta is not phi, FEEDBACK=feedback, BLOCKS=size // BLOCK, GROUP=GROUP, HALF=BLOCK // 2,
         )
         return payload, residual
     x = phi if theta is None else phi - theta
@@ -510,10 +519,10 @@ def decode_sum(name, payload, weights, n, backend="auto", dtype=torch.float32):
         out = torch.empty(L, n, device=payload.device)
         codes, scales = views(name, payload)
         scales = codes if scales is None else scales
-        blocks = payload.shape[2] // block_bytes(name, BLOCK)
-        decode_kernel[(triton.cdiv(n, BLOCK), L)](
-            codes, scales, weights, out, n, J, n, codes.stride(0), codes.stride(1), scales.stride(0), scales.stride(1),
-            KIND=name, BLOCKS=blocks, HALF=BLOCK // 2, num_warps=1,
+        per_chunk, blocks = payload.shape[2] // block_bytes(name, BLOCK), triton.cdiv(n, BLOCK)
+        decode_kernel[(triton.cdiv(blocks, GROUP), L)](
+            codes, scales, weights, out, n, blocks, J, n, codes.stride(0), codes.stride(1), scales.stride(0),
+            scales.stride(1), KIND=name, BLOCKS=per_chunk, GROUP=GROUP, HALF=BLOCK // 2,
         )
         return out
     out = torch.zeros(L, n, dtype=dtype, device=payload.device)
@@ -2442,11 +2451,13 @@ def train_toy(name, transport, steps, H, seed=0, **overrides):
 
 
 def all_reduce_gradients(worker):
-    """Data parallelism's own traffic; the seconds that it took."""
-    began = time.perf_counter()
-    for p in worker.model.parameters():
-        dist.all_reduce(p.grad)
-        p.grad /= dist.get_world_size()
+    """Data parallelism's own traffic, in one piece; the seconds that it took."""
+    began, parameters = time.perf_counter(), list(worker.model.parameters())
+    flat = torch.cat([p.grad.flatten() for p in parameters])
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    for p, mean in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+        p.grad = mean.view_as(p)
     return time.perf_counter() - began
 
 
