@@ -50,6 +50,7 @@ import signal
 import statistics
 import sys
 import sysconfig
+import threading
 import time
 import weakref
 import zlib
@@ -603,8 +604,15 @@ def join_group(device, timeout=600):
         dist.init_process_group("gloo", **options)
 
 
+def _follow_parent():
+    """End this process when its parent has ended, even by SIGKILL."""
+    multiprocessing.connection.wait([multiprocessing.parent_process().sentinel])
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 def _rank_main(rank, fn, ranks, port, device, timeout, args):
     """Runs in each child: join the process group, call fn(*args), leave."""
+    threading.Thread(target=_follow_parent, daemon=True).start()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the store is the parent's, as under torchrun: rank 0 may die
