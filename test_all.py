@@ -6,6 +6,7 @@ The tests of known bugs name who once shipped them. The checks that two things a
 them and must see the difference: the --break options of the stages, and the tests of train.py that say twin.
 """
 
+import concurrent.futures
 import contextlib
 import functools
 import gc
@@ -58,14 +59,17 @@ def python(*arguments, timeout=300, **options):
 # ==== Stages: command lines, planted bugs, checks =====================================================================
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_stage_runs(stage):
-    """Whatever the clock says: who runs the tests may use the machine for more than them."""
-    result = python(f"{stage}.py")
-    missed = [line.split("|")[0] for line in result.stdout.splitlines() if line.endswith("| NO")]
-    assert all(claim.rstrip().endswith(": time") for claim in missed), result.stdout + result.stderr
-    assert result.returncode == bool(missed), result.stdout + result.stderr
-    assert ("next: python" in result.stdout) != bool(missed)
+@pytest.fixture(scope="session", autouse=True)
+def stage_runs(request):
+    """The stages' scripts, one after the other, beside the tests, which mostly keep one core busy: {stage: future}."""
+    tests = [item for item in request.session.items if item.originalname == "test_stage_runs"]
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        yield {item.callspec.params["stage"]: pool.submit(run_stage, **item.callspec.params) for item in tests}
+        pool.shutdown(cancel_futures=True)
+
+
+def run_stage(stage):
+    return python(f"{stage}.py", timeout=900)
 
 
 @pytest.mark.parametrize("stage, bug", [(stage, bug) for stage, module in STAGES.items() for bug in module.BREAKS])
@@ -1209,3 +1213,16 @@ def test_predicted_peak_of_a_training_step(loss, optimizer, states):
         sparse = gfs.sparse_bytes(*shape, torch.bfloat16, places, sink=optimizer == "forge-cce")
         predicted -= train.loss_plan(*shape, args, DEVICE).beyond - sparse
     assert base.peak_bytes(steps, DEVICE) == pytest.approx(predicted, rel=0.1)
+
+
+# ==== Last, since they have been running all the time: the stages' scripts ============================================
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_stage_runs(stage, stage_runs):
+    """Whatever the clock says: who runs the tests may use the machine for more than them."""
+    result = stage_runs[stage].result()
+    missed = [line.split("|")[0] for line in result.stdout.splitlines() if line.endswith("| NO")]
+    assert all(claim.rstrip().endswith(": time") for claim in missed), result.stdout + result.stderr
+    assert result.returncode == bool(missed), result.stdout + result.stderr
+    assert ("next: python" in result.stdout) != bool(missed)
