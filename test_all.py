@@ -442,6 +442,28 @@ def test_spawn_ends_the_others_when_one_fails():
     assert time.monotonic() - start < 100  # rank 0 alone would have slept longer
 
 
+def say_pid_and_sleep(folder):
+    Path(folder, f"{os.getpid()}.pid").touch()
+    time.sleep(120)
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at Linux's table of processes")
+def test_workers_end_with_their_parent(tmp_path):
+    code = f"import test_all; test_all.base.spawn(test_all.say_pid_and_sleep, 2, 'cpu', ({str(tmp_path)!r},))"
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
+    wait_until(lambda: len(list(tmp_path.iterdir())) == 2)
+    parent.kill()
+    parent.wait()
+    wait_until(lambda: not any(Path(f"/proc/{file.stem}").exists() for file in tmp_path.iterdir()))
+
+
+def wait_until(condition, seconds=100):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.1)
+
+
 # ==== 06: workers that synchronise now and then =======================================================================
 
 
