@@ -23,6 +23,7 @@ import threading
 import time
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 # OpenMP's idle threads spin by default. Where tests share two cores with other work, sleeping ones are far faster.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -789,6 +790,17 @@ def test_workers_go_on_from_one_process(tiny):
     record, _ = train.find_checkpoint(tiny.folder / "parts")
     flags = record["flags"]
     assert flags["sync"] == "diloco" and flags["outer"] == [1.0, 0.0] and len(record["workers"]) == 1
+
+
+@pytest.mark.parametrize(
+    "sync, start, steps, outer",
+    [("diloco", 0, 449, [1.0, 0.0]), ("diloco", 0, 450, [0.9, 0.5]), ("streaming", 5551, 6000, [1.0, 0.0]),
+     ("diloco", 0, 6000, None), ("noloco", 0, 449, None), ("ddp", 0, 449, None)],
+)
+def test_outer_step_by_the_number_of_rounds(sync, start, steps, outer):
+    flags = SimpleNamespace(sync=sync, outer=None, inner_steps=None, start=start, steps=steps)
+    assert train.choose_outer(flags, going_on=False) == outer
+    assert train.choose_outer(flags, going_on=True) is None  # a run that has begun without keeps its method's own
 
 
 def run_and_die(args):
