@@ -64,13 +64,10 @@ def python(*arguments, timeout=300, **options):
 def stage_runs(request):
     """The stages' scripts, one after the other, beside the tests, which mostly keep one core busy: {stage: future}."""
     tests = [item for item in request.session.items if item.originalname == "test_stage_runs"]
+    stages = [item.callspec.params["stage"] for item in tests]
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        yield {item.callspec.params["stage"]: pool.submit(run_stage, **item.callspec.params) for item in tests}
+        yield {stage: pool.submit(python, f"{stage}.py", timeout=900) for stage in stages}
         pool.shutdown(cancel_futures=True)
-
-
-def run_stage(stage):
-    return python(f"{stage}.py", timeout=900)
 
 
 @pytest.mark.parametrize("stage, bug", [(stage, bug) for stage, module in STAGES.items() for bug in module.BREAKS])
