@@ -2521,7 +2521,7 @@ def utilisation_table(ledger):
     ledger.row("utilisation, ours / published", "25 bandwidths, mean ratio", 1, middle, "", (0.8, 1.25))
 
 
-MILD = Outer(0.9, 0.5, nesterov=True)  # what train.py takes in runs of 15 to 200 rounds
+MILD = Outer(0.9, 0.5, nesterov=True)  # what train.py takes in runs of DiLoCo of 15 to 200 rounds
 # What the study trains: (label, method, M, steps, H, overrides, share of silent workers).
 STUDY = [
     *((label, name, 2, 2000, 30, more, 0) for label, name, more in (
@@ -2552,7 +2552,7 @@ def measure_kernels(device, n=2**27):
 
     def row(what, size, work):
         fast, slow = (base.bench(functools.partial(work, backend=way), device) for way in ("triton", "torch"))
-        print(f"  {what:<22}{str(fast):>20} {size / fast.median / 1e6:>7,.0f} {str(slow):>20}")
+        print(f"  {what:<24}{str(fast):>20} {size / fast.median / 1e6:>7,.0f} {str(slow):>20}")
 
     for name in CODES:
         payload = encode(name, phi, theta, backend="triton")[0]

@@ -791,8 +791,8 @@ def test_workers_go_on_from_one_process(tiny):
 
 @pytest.mark.parametrize(
     "sync, start, steps, outer",
-    [("diloco", 0, 449, [1.0, 0.0]), ("diloco", 0, 450, [0.9, 0.5]), ("streaming", 5551, 6000, [1.0, 0.0]),
-     ("diloco", 0, 6000, None), ("noloco", 0, 449, None), ("ddp", 0, 449, None)],
+    [("diloco", 0, 449, [1.0, 0.0]), ("gossip", 0, 450, [0.9, 0.5]), ("streaming", 5101, 6000, [0.9, 0.5]),
+     ("streaming", 5100, 6000, [0.7, 0.9]), ("diloco", 0, 6000, None), ("noloco", 0, 449, None), ("ddp", 0, 449, None)],
 )
 def test_outer_step_by_the_number_of_rounds(sync, start, steps, outer):
     flags = SimpleNamespace(sync=sync, outer=None, inner_steps=None, start=start, steps=steps)

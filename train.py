@@ -78,9 +78,11 @@ PRESETS = {
 MODEL_FLAGS = ("preset", "layers", "dim", "heads", "seq", "vocab", "tokens")  # fixed by a checkpoint,
 # as are these; what they were before they were flags
 STATE_FLAGS = {"optimizer": "adamw", "states": "fp32", "sync": "ddp", "inner_steps": None, "outer": None}
-# The outer step's rate and momentum in runs of fewer rounds than this; from there on the method's own. The papers' 0.7
-# and 0.9 add up to seven times what workers did, ten rounds late: more than a short run can make good (see README).
-SHORT_OUTER = {15: [1.0, 0.0], 200: [0.9, 0.5]}
+# The outer step's rate and momentum in runs of fewer rounds than this; from there on the method's own. DiLoCo's 0.7 and
+# 0.9 add up to seven times what workers did, ten rounds late: more than a short run can make good. Streaming keeps half
+# of a worker's own way with each fragment, and bears more (see README).
+SHORT_OUTER = {"diloco": {15: [1.0, 0.0], 200: [0.9, 0.5]}, "streaming": {30: [0.9, 0.5], 200: [0.7, 0.9]}}
+SHORT_OUTER["gossip"] = SHORT_OUTER["diloco"]
 BETAS, WEIGHT_DECAY, MIN_LR = (0.9, 0.95), 0.1, 0.1  # AdamW; the cosine ends at a tenth of the peak rate
 WARMUP = 50  # steps, also in short runs: AdamW's second moment averages 20, and a full rate before that makes it spike
 KEEP = 2  # checkpoints on disk: if the newest is damaged, the one before it is tried
@@ -1080,8 +1082,7 @@ def make_parser():
         help="of several processes: none; gradients summed each step (adamw); weights by 06's methods (diloco)")
     add("--inner-steps", type=int, metavar="H", help="steps that workers take alone between rounds (from --sync)")
     add("--outer", type=float, nargs=2, metavar=("LR", "MOMENTUM"),
-        help="of a round's own step (06's; in shorter runs, by rounds: " + ", ".join(
-            f"{lr} {momentum} below {fewer}" for fewer, (lr, momentum) in SHORT_OUTER.items()) + ")")
+        help="of a round's own step (06's; gentler below 200 rounds of diloco, gossip, streaming)")
     add("--states", choices=list(forging.LAYOUTS), help="of forged weights: fp32; bf16 with fp32 master; bf16; int8")
     add("--clip", type=float, help="largest gradient norm; 0: do not clip (1.0 with adamw, 0 otherwise)")
     add("--dtype", choices=("bf16", "fp32"), help="of the matrix products (bf16 where the GPU has it, else fp32)")
@@ -1240,10 +1241,10 @@ def choose_outer(args, going_on):
     """The flag, completed: None for 06's own values. going_on: from a checkpoint that has rounds behind it."""
     method = low_comm.METHODS.get(args.sync)
     if args.outer is None:
-        if not (method and method.outer.nesterov) or going_on:
+        if args.sync not in SHORT_OUTER or going_on:
             return None
         rounds = (args.steps - args.start) // (args.inner_steps or method.inner_steps)
-        return next((values for fewer, values in SHORT_OUTER.items() if rounds < fewer), None)
+        return next((values for fewer, values in SHORT_OUTER[args.sync].items() if rounds < fewer), None)
     if not (method and method.outer.momentum):
         raise ValueError(f"--outer: with --sync {args.sync} there is no outer momentum: drop it, or use --sync diloco")
     if not (0 < args.outer[0] and 0 <= args.outer[1] < 1):
