@@ -1082,7 +1082,7 @@ def make_parser():
         help="of several processes: none; gradients summed each step (adamw); weights by 06's methods (diloco)")
     add("--inner-steps", type=int, metavar="H", help="steps that workers take alone between rounds (from --sync)")
     add("--outer", type=float, nargs=2, metavar=("LR", "MOMENTUM"),
-        help="of a round's own step (06's; gentler below 200 rounds of diloco, gossip, streaming)")
+        help="of a round's own step (06's; another below 200 rounds of diloco, gossip, streaming)")
     add("--states", choices=list(forging.LAYOUTS), help="of forged weights: fp32; bf16 with fp32 master; bf16; int8")
     add("--clip", type=float, help="largest gradient norm; 0: do not clip (1.0 with adamw, 0 otherwise)")
     add("--dtype", choices=("bf16", "fp32"), help="of the matrix products (bf16 where the GPU has it, else fp32)")
