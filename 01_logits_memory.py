@@ -637,7 +637,8 @@ def spawn(fn, ranks, device="cpu", args=(), timeout=300, grace=30, spare=0, late
     def terminated(signum, frame):
         raise SystemExit(128 + signum)
 
-    previous, lost = signal.signal(signal.SIGTERM, terminated), []
+    handlers = {signal.SIGTERM: terminated, signal.SIGINT: signal.default_int_handler}  # ignored after a script's `&`
+    previous, lost = {number: signal.signal(number, handler) for number, handler in handlers.items()}, []
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     setup = (fn, ranks, store.port, torch.device(device).type, timeout, args)
     method = "spawn"  # each process imports torch anew: 4 seconds of a core
@@ -669,7 +670,8 @@ def spawn(fn, ranks, device="cpu", args=(), timeout=300, grace=30, spare=0, late
     finally:
         for process in context.processes:
             process.kill()
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
     return lost
 
 

@@ -898,7 +898,11 @@ train.main({[str(flag) for flag in (*long_run, *schedule)]})
 @pytest.mark.parametrize("flags", [[], ["--device", "cpu", "--gpus", 2]], ids=["one process", "two processes"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 def test_stopped_run_saves_and_says_how_to_go_on(long_run, tmp_path, number, flags):
-    process, output = start_and_wait([*long_run, *flags], "step 2/")
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)  # which a child inherits, as from a script's `&`
+    try:
+        process, output = start_and_wait([*long_run, *flags], "step 2/")
+    finally:
+        signal.signal(signal.SIGINT, previous)
     process.send_signal(number)
     try:
         output += process.communicate(timeout=120)[0]
