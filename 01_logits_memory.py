@@ -41,6 +41,7 @@ import importlib.metadata
 import importlib.util
 import inspect
 import io
+import logging
 import math
 import multiprocessing.connection
 import os
@@ -319,13 +320,20 @@ def rotate(x, cos, sin):
     return torch.cat((a * cos - b * sin, a * sin + b * cos), -1)
 
 
+def causal_attention(q, k, v):
+    """q, k, v (B, H, T, D/H) -> the same shape; each position sees itself and those before it."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
 class Block(nn.Module):
-    """One pre-norm transformer layer: x + attention(norm(x)), then x + mlp(norm(x))."""
+    """One pre-norm transformer layer: x + attention(norm(x)), then x + mlp(norm(x)). How many heads there are, forward
+    reads from the shape of qkv, where a head's q, k and v lie together: any range of heads is a range of its rows (05
+    gives each rank one). 05 also puts another function of the same shapes into `attend`."""
 
     def __init__(self, config):
         super().__init__()
         D = config.dim
-        self.heads = config.heads
+        self.head, self.attend = D // config.heads, causal_attention
         self.norm1, self.norm2 = nn.RMSNorm(D), nn.RMSNorm(D)
         self.qkv = nn.Linear(D, 3 * D, bias=False)
         self.proj = nn.Linear(D, D, bias=False)
@@ -333,13 +341,14 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * D, D, bias=False)
 
     def forward(self, x, cos, sin):
-        B, T, D = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(B, T, 3, self.heads, D // self.heads).unbind(2)  # (B, T, H, D/H)
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (-1, 3, self.head)).unbind(3)  # (B, T, H, D/H)
         cos, sin = cos.to(q.dtype), sin.to(q.dtype)  # or bf16 would grow to fp32 here
         q, k, v = (t.transpose(1, 2) for t in (rotate(q, cos, sin), rotate(k, cos, sin), v))  # (B, H, T, D/H)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.proj(y.transpose(1, 2).reshape(B, T, D))
+        x = x + self.proj(self.attend(q, k, v).transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+GPT_FORMAT = 2  # of saved weights: 1 had all heads' q first in the rows of qkv, then all k, then all v
 
 
 class GPT(nn.Module):
@@ -639,6 +648,7 @@ def spawn(fn, ranks, device="cpu", args=(), timeout=300, grace=30, spare=0, late
 
     handlers = {signal.SIGTERM: terminated, signal.SIGINT: signal.default_int_handler}  # ignored after a script's `&`
     previous, lost = {number: signal.signal(number, handler) for number, handler in handlers.items()}, []
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it tells of each process that it ends
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     setup = (fn, ranks, store.port, torch.device(device).type, timeout, args)
     method = "spawn"  # each process imports torch anew: 4 seconds of a core
@@ -763,6 +773,8 @@ def run_stage(file, doc, namespace, body, following, add_arguments=None):
     except (ValueError, OSError) as error:
         print(f"{Path(file).name}: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
     print(f"next: {following}" if ledger.ok else "A CLAIM FAILED: see the rows marked NO")
     return 0 if ledger.ok else 1
 

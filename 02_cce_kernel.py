@@ -42,6 +42,7 @@ import itertools
 import math
 import sys
 import textwrap
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import NamedTuple
 from unittest import mock
@@ -843,12 +844,23 @@ def sliced_gradients(wanted, E, C, bias, targets, lse, grad_lse, grad_target, so
     return None if dE is None else dE.mul_(unit).to(E.dtype), dC, db
 
 
+class Shard(NamedTuple):
+    """C is only rows `start` and following of a classifier of `vocab` classes. join(lse, target_logit), (N,) each, of
+    these rows gives those of all rows; the slices of C lie where join knows (05: on other ranks)."""
+
+    start: int
+    vocab: int
+    join: Callable
+
+
 class _VocabularyOrder(torch.autograd.Function):
     """(E, C, bias) -> lse (N,) and the target's logit (N,). Keeps lse alone: O(N) from forward to backward."""
 
     @staticmethod
-    def forward(ctx, E, C, bias, targets, softcap, backend, block, sink):
+    def forward(ctx, E, C, bias, targets, softcap, backend, block, sink, join=None):
         lse, target_logit = lse_and_target(E, C, targets, bias=bias, softcap=softcap, backend=backend)
+        if join is not None:
+            lse, target_logit = join(lse, target_logit)
         ctx.save_for_backward(E, C, bias, targets, lse)
         ctx.options = softcap, backend, block, sink
         return lse, target_logit
@@ -859,7 +871,7 @@ class _VocabularyOrder(torch.autograd.Function):
     def backward(ctx, grad_lse, grad_target):
         E, C, bias, targets, lse = ctx.saved_tensors
         need = [wanted(ctx, i) for i in range(3)]
-        return *sliced_gradients(need, E, C, bias, targets, lse, grad_lse, grad_target, *ctx.options), *[None] * 5
+        return *sliced_gradients(need, E, C, bias, targets, lse, grad_lse, grad_target, *ctx.options), *[None] * 6
 
 
 def wanted(ctx, i):
@@ -917,7 +929,7 @@ class _TokenOrder(torch.autograd.Function):
 
 def linear_cross_entropy(
     E, C, targets, bias=None, *, ignore_index=-100, softcap=None, reduction="mean", shift=0, return_lse=False,
-    backend="auto", workspace=None, check_targets=False, sink=None,
+    backend="auto", workspace=None, check_targets=False, sink=None, shard=None,
 ):
     """Cross-entropy of E C^T against targets without the (N, V) logits. Meaning as in 01's reference.
 
@@ -937,26 +949,29 @@ def linear_cross_entropy(
     rows(start, G, E) for each slice G (N, W) from class `start` on, whose rows of C were read for the last time, and
     end(E, targets, lse, g_softmax, g_target, softcap, backend, block), of which gradient_slice makes G again; before
     all, align(block) says how many columns a slice should have. With a sink the gradient goes over the vocabulary.
+    shard: see Shard; targets are those of the whole vocabulary, dE is the part that these rows are responsible for, and
+    the gradient goes over the vocabulary.
     ValueError on arguments that do not fit. arXiv 2411.09009 and 2511.17599.
     """
     E, C, targets, backend = checked_inputs(
-        E, C, targets, bias, ignore_index, softcap, reduction, shift, backend, workspace, check_targets, sink
+        E, C, targets, bias, ignore_index, softcap, reduction, shift, backend, workspace, check_targets, sink, shard
     )
     shape, targets, E = targets.shape, targets.reshape(-1), E.reshape(-1, C.shape[1])
     E, C = kernel_inputs(E, C) if backend == "triton" else (E, C)
-    plan = plan_for(E, C, softcap, reduction, return_lse, backend, workspace, sink)
+    plan = plan_for(E, C, softcap, reduction, return_lse, backend, workspace, sink, shard)
     wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (E, C, bias))
     if plan.order == "tokens" and wanted:
         return _TokenOrder.apply(E, C, bias, targets, ignore_index, reduction, backend, plan.block)
-    lse, target_logit = _VocabularyOrder.apply(E, C, bias, targets, softcap, backend, plan.block, sink)
-    loss = loss_from(lse, target_logit, targets, C.shape[0], ignore_index, reduction, shape)
+    start, vocab, join = shard or (0, C.shape[0], None)
+    lse, target_logit = _VocabularyOrder.apply(E, C, bias, targets - start, softcap, backend, plan.block, sink, join)
+    loss = loss_from(lse, target_logit, targets, vocab, ignore_index, reduction, shape)
     return (loss, lse.view(shape)) if return_lse else loss
 
 
-def plan_for(E, C, softcap, reduction, return_lse, backend, workspace, sink=None):
+def plan_for(E, C, softcap, reduction, return_lse, backend, workspace, sink=None, shard=None):
     """gradient_plan for a call with these arguments."""
     tokens = reduction != "none" and not return_lse and softcap is None  # one upstream number, and G from softmax alone
-    tokens = tokens and sink is None and (backend == "torch" or takes_descriptors(E, C))
+    tokens = tokens and sink is shard is None and (backend == "torch" or takes_descriptors(E, C))
     plan = gradient_plan(E.shape[0], *C.shape, E.device, E.dtype, workspace, tokens=tokens, backend=backend)
     return plan if sink is None else plan._replace(block=sink.align(plan.block))
 
@@ -968,7 +983,7 @@ def loss_from(lse, target_logit, targets, V, ignore_index, reduction, shape):
 
 
 def checked_inputs(
-    E, C, targets, bias, ignore_index, softcap, reduction, shift, backend, workspace, check_targets, sink
+    E, C, targets, bias, ignore_index, softcap, reduction, shift, backend, workspace, check_targets, sink, shard
 ):
     """What each linear_cross_entropy does first: checks, autocast, shift. Returns E, C, targets and the backend."""
     base.check_arguments(E, C, targets, bias, reduction, shift, softcap)
@@ -979,7 +994,7 @@ def checked_inputs(
         E, C = (t.to(torch.get_autocast_dtype(device_type)) for t in (E, C))
     backend = choose_backend(backend, E, C)
     if check_targets or device_type == "cpu":
-        base.check_target_range(targets, C.shape[0], ignore_index)
+        base.check_target_range(targets, shard.vocab if shard else C.shape[0], ignore_index)
     if sink is not None and E.dtype == torch.float16:
         raise ValueError("a sink takes no fp16, whose gradients are made in units: use bf16 or fp32")
     E, targets = base.shift_tokens(E, targets, shift)

@@ -45,6 +45,7 @@ import math
 import statistics
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
@@ -136,7 +137,10 @@ def load_checkpoint(folder, device):
     files = sorted(Path(folder).glob("step_*.json"), key=lambda file: int(file.stem[5:]))
     if not files:
         raise ValueError(f"--checkpoint {folder}: no step_*.json there: pass the --out directory of a train.py run")
-    flags = json.loads(files[-1].read_text())["flags"]
+    record = json.loads(files[-1].read_text())
+    flags = record["flags"]
+    if record.get("format") != base.GPT_FORMAT:
+        raise ValueError(f"--checkpoint {folder}: its weights are laid out as in an earlier version: train anew")
     if flags.get("data"):
         raise ValueError(f"--checkpoint {folder}: trained on {flags['data']}: pass a model of the built-in corpus")
     model = base.GPT(base.GPTConfig(*(flags[name] for name in ("vocab", "seq", "layers", "heads", "dim"))))
@@ -1115,6 +1119,7 @@ class Filter(NamedTuple):
     fetched: bool
     width: int
     stats: FilterStats | None
+    join: Callable | None  # of 02's Shard
 
 
 class _FilteredCrossEntropy(torch.autograd.Function):
@@ -1140,6 +1145,8 @@ class _FilteredCrossEntropy(torch.autograd.Function):
         lse, keep = cce.merge(partial), None
         if how.fetched:
             target_logit = cce.indexed_logits(E, C, targets.where(valid, -1), bias, softcap)
+        if how.join is not None:
+            lse, target_logit = how.join(lse, target_logit)
         if how.which == "none":
             keep = torch.ones_like(target_tiles(position, V))
         elif how.rule == "mass":
@@ -1231,7 +1238,7 @@ def zero_dropped(G, keep):
 def linear_cross_entropy(
     E, C, targets, bias=None, *, gradient="exact", filter="both", rule="mass", filter_eps="auto", sort=True,
     max_error=MAX_ERROR, return_stats=False, ignore_index=-100, softcap=None, reduction="mean", shift=0,
-    return_lse=False, backend="auto", workspace=None, check_targets=False, sink=None,
+    return_lse=False, backend="auto", workspace=None, check_targets=False, sink=None, shard=None,
 ):
     """02's linear_cross_entropy, whose arguments mean the same, with a choice of gradient. The loss is always exact.
 
@@ -1250,6 +1257,8 @@ def linear_cross_entropy(
     look at the rows that dropped most, and remakes the gradient exactly if one is above max_error: estimates, no proof.
     Both read numbers back, with work queued behind them so that the device does not wait; a CUDA graph cannot capture
     them. In forward, where dC is not there yet, the survey takes 8 bytes (fp32: 16) x 128 x V beyond `workspace`.
+    shard: as in 02. Every slice of the vocabulary can filter its tiles, since all know the whole log-sum-exp; "sparse"
+    and "auto" take their head and sample from one vocabulary, and are refused.
     sink: as in 02; a sparse gradient calls begin() and columns(Columns), all of dC at once.
     return_stats adds a FilterStats, or for "sparse" and "auto" a SparseStats; pass one in its place to go on counting.
     Returns loss[, lse][, stats].
@@ -1280,13 +1289,15 @@ def linear_cross_entropy(
         raise ValueError("gradient is 'filter', which leaves no slice of dC whole: a sink takes the others")
     if gradient == "sparse" and not bias is softcap is None:
         raise ValueError("gradient is 'sparse', which takes no bias and no softcap: use 'exact' or 'filter'")
+    if gradient in ("sparse", "auto") and shard:
+        raise ValueError(f"gradient is {gradient!r}, but C is a slice of the vocabulary: use 'exact' or 'filter'")
     wish = backend
     E, C, targets, backend = cce.checked_inputs(
-        E, C, targets, bias, ignore_index, softcap, reduction, shift, backend, workspace, check_targets, sink
+        E, C, targets, bias, ignore_index, softcap, reduction, shift, backend, workspace, check_targets, sink, shard
     )  # shifted, and cast under autocast
     exact = functools.partial(
         cce.linear_cross_entropy, E, C, targets, bias, ignore_index=ignore_index, softcap=softcap, reduction=reduction,
-        return_lse=return_lse, backend=wish, workspace=workspace, sink=sink,
+        return_lse=return_lse, backend=wish, workspace=workspace, sink=sink, shard=shard,
     )
     if gradient == "exact":
         return exact()
@@ -1298,12 +1309,13 @@ def linear_cross_entropy(
                          "and 16-bit rows of whole 16 bytes: use 'auto' or 'torch'")
     kept = x != ignore_index  # (N,)
     counted = torch.ones_like(kept) if return_lse else kept  # an ignored row matters if its lse may have a gradient
+    start, vocab, join = shard or (0, C.shape[0], None)
     if gradient == "filter":
         eps = default_eps(rule, E.dtype) if filter_eps == "auto" else filter_eps
         stats = FilterStats(rule, eps) if return_stats else None
         width = slice_width(*E.shape, E.device, E.dtype, workspace, filter)
-        how = Filter(rule, eps, filter, sort, fetched, width, stats)
-        pair = _FilteredCrossEntropy.apply(E, C, bias, x, counted, softcap, how)
+        how = Filter(rule, eps, filter, sort, fetched, width, stats, join)
+        pair = _FilteredCrossEntropy.apply(E, C, bias, x - start, counted, softcap, how)
     else:
         plan = cce.plan_for(E, C, softcap, reduction, return_lse, backend, workspace, sink)
         backend = "triton" if fetched else "torch"
@@ -1317,7 +1329,7 @@ def linear_cross_entropy(
         results = list(results) if return_lse else [results]
     else:
         lse, target_logit = pair
-        loss = cce.loss_from(lse, target_logit, x, C.shape[0], ignore_index, reduction, shape)
+        loss = cce.loss_from(lse, target_logit, x, vocab, ignore_index, reduction, shape)
         results = [loss, lse.view(shape)] if return_lse else [loss]
     results += [stats] if return_stats else []
     return tuple(results) if len(results) > 1 else results[0]

@@ -1182,7 +1182,8 @@ class Forge:
         if size > 1:
             raise ValueError(
                 f"{size} data-parallel processes: the step happens before gradients could be summed over them: use an "
-                "ordinary optimizer, or pass data_parallel=1 if they never are (DiLoCo, tensor parallel)"
+                "ordinary optimizer; or pass data_parallel=1 if they never are (DiLoCo, tensor parallel), or if their "
+                "factors are gathered (05's gather_factors, for few tokens)"
             )
 
     def plan(self, state, N):

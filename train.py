@@ -665,7 +665,7 @@ def save_checkpoint(out, step, model, optimizer, args, data, world):
             return save_checkpoint(out, step, model, optimizer, args, data, world)
     if world.main:
         saved = {k: v for k, v in vars(args).items() if k not in NOT_SAVED}
-        record = dict(step=step, flags=saved, data=data.digest, workers=others)
+        record = dict(step=step, flags=saved, data=data.digest, workers=others, format=base.GPT_FORMAT)
         record["crc32"] = checksum(record, buffer.getbuffer())
         base.replace_atomically(name.with_suffix(".json"), json.dumps(record, indent=1).encode())
         for old in checkpoint_files(out)[KEEP:]:
@@ -676,7 +676,7 @@ def save_checkpoint(out, step, model, optimizer, args, data, world):
 
 def checksum(record, tensors):
     """Over the record (less its own checksum) and the bytes of the tensors: one number for the pair."""
-    rest = {k: record[k] for k in ("step", "flags", "data", "workers") if k in record}
+    rest = {k: record[k] for k in ("step", "flags", "data", "workers", "format") if k in record}
     return zlib.crc32(json.dumps(rest, sort_keys=True).encode(), zlib.crc32(tensors))
 
 
@@ -692,12 +692,16 @@ def find_checkpoint(out):
             workers = record.get("workers", [])
             others = [zlib.crc32(worker_file(path, i).read_bytes()) for i in range(1, 1 + len(workers))]
             if checksum(record, path.read_bytes()) == record["crc32"] and others == workers:
-                return record, path
+                break
             problem = "its checksum differs"
         except (ValueError, KeyError, TypeError, OSError) as error:
             problem = error
         print(f"{path}: damaged ({problem}): trying the one before it", file=sys.stderr)
-    raise ValueError(f"{out}: no checkpoint is whole: start anew with another --out")
+    else:
+        raise ValueError(f"{out}: no checkpoint is whole: start anew with another --out")
+    if record.get("format") != base.GPT_FORMAT:
+        raise ValueError(f"{path}: its weights are laid out as in an earlier version: start anew with another --out")
+    return record, path
 
 
 def restore(path, model, optimizer, world, start):

@@ -1,0 +1,2269 @@
+"""05 - One model on many processes: what to cut, what to send, and what it saves.
+
+The problem in one number
+    Llama 3 70B in training takes 16 bytes a parameter (bf16 weights and gradients, AdamW in fp32): 1.1 TB, and a GPU
+    has 0.08 to 0.14. So the model is cut: by batch, by weight, by layer, by token. Every cut here is a few lines of
+    PyTorch over torch.distributed, and every one gives the gradients of the uncut model: in fp64 to 12 digits or more,
+    where only the order of sums differs, and bit for bit where not even that does.
+
+The maths                                n ranks, P parameters of w bytes, gradients of g, optimizer states of o; Psi = P w
+    data (section 2)      sum over ranks of dW               2 Psi (n-1)/n bytes sent; ZeRO cuts o, then g, then w
+    tensor (3)            Y = X [A1 A2], Z = [Y1 Y2] [B1; B2] = Y1 B1 + Y2 B2          one sum forward, one backward
+    vocabulary (4)        lse = m + log sum_r exp(lse_r - m), m = max_r lse_r          one MAX, one SUM of 2 N numbers
+    pipeline (6)          p stages, m micro-batches: idle time / work = (p - 1) / m, less with other orders of work
+    context (7)           softmax over all keys from blocks of keys, merged by log-sum-exp as in 02
+  f: identity forward, sum over ranks backward. g: the reverse. All of (3) and (4) is: f before a matrix cut by rows, g
+  after one cut by columns. Gather along the sequence and reduce-scatter are such a pair, too (sequence parallelism).
+
+How to launch
+    python 05_parallelism.py                     2 processes: one a GPU if there are two (NCCL), else on the CPU (gloo)
+    python 05_parallelism.py --ranks 4
+    torchrun --nproc-per-node 2 05_parallelism.py
+    python 05_parallelism.py --break no-f        plant a famous bug and watch its check fail (exit status 1)
+
+References
+    Megatron-LM 1909.08053 (tensor), 2104.04473 (pipelines), 2205.05198 (sequence, recomputation). ZeRO 1910.02054.
+    Zero Bubble Pipeline Parallelism 2401.10241. Ring Attention 2310.01889. Cut cross-entropy 2411.09009.
+    SSDTrain 2408.10013 (abstract only: what it names is here, how is ours). FORGE 2606.22932.
+
+Left out on purpose: overlap of tensor-parallel sums with matrix products, 2-D and 3-D tensor parallelism, DualPipe and
+V-shaped schedules, Ulysses (all-to-all over heads), ZeRO with micro-batches.
+"""
+
+import contextlib
+import datetime
+import functools
+import importlib
+import math
+import os
+import sys
+import tempfile
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+
+base = importlib.import_module("01_logits_memory")
+cce = importlib.import_module("02_cce_kernel")
+filtering = importlib.import_module("03_grad_filter_sort")
+forging = importlib.import_module("04_fused_optimizer")
+TIMEOUT = 20  # seconds: of a collective, and for all ranks to come
+MIB, require, on_death = base.MIB, base.require, base.on_death
+
+
+# ==== 1. Groups: who talks to whom, and the few ways to talk ==========================================================
+
+
+class Groups(NamedTuple):
+    """The process groups of this rank along each axis, None where the axis has size 1. `data`: dp and cp together, all
+    ranks that see other tokens through the same weights, so whose gradients are summed. wires: see section 6."""
+
+    dp: dist.ProcessGroup | None
+    pp: dist.ProcessGroup | None
+    cp: dist.ProcessGroup | None
+    tp: dist.ProcessGroup | None
+    data: dist.ProcessGroup | None
+    wires: dict
+
+
+def make_groups(dp=1, pp=1, cp=1, tp=1, timeout=600):
+    """Groups for a mesh of dp x pp x cp x tp ranks; all ranks call it. tp varies fastest: it talks most, so its ranks
+    are neighbours on the fastest links; pp slowest. timeout: seconds, of every collective, and to wait for the others.
+    ValueError when the world has another size, TimeoutError with their numbers when ranks do not come."""
+    sizes = dict(dp=dp, pp=pp, cp=cp, tp=tp)
+    if any(not isinstance(k, int) or k < 1 for k in sizes.values()):
+        raise ValueError(f"sizes {sizes}: each must be a whole number of at least 1")
+    world, wanted = (dist.get_world_size() if dist.is_initialized() else 1), math.prod(sizes.values())
+    if world != wanted:
+        plan = " x ".join(f"{name} {k}" for name, k in sizes.items())
+        raise ValueError(f"{plan} needs {wanted} ranks, but {world} were started: change the sizes or the number")
+    if world > 1:
+        meet("make_groups", timeout)
+    ranks = torch.arange(world).view(pp, dp, cp, tp)
+    span = datetime.timedelta(seconds=timeout)
+
+    def along(*axes):
+        others = [a for a in range(4) if a not in axes]
+        lines = ranks.permute(*others, *axes).reshape(-1, math.prod(ranks.shape[a] for a in axes))
+        if lines.shape[1] == 1:
+            return None
+        return dist.new_subgroups_by_enumeration(lines.tolist(), timeout=span)[0]
+
+    wires = {} if pp == 1 else {(kind, color): along(0) for kind in "FB" for color in range(2 + pp % 2)}
+    return Groups(along(1), along(0), along(2), along(3), along(1, 2), wires)
+
+
+arrivals = Counter()
+
+
+def meet(where, timeout):
+    """Wait until all ranks are here. After `timeout` seconds TimeoutError names those that are not: a collective would
+    say that it waited, not for whom."""
+    store, rank, world = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+    arrivals[where] += 1
+    keys = [f"{where}/{arrivals[where]}/{r}" for r in range(world)]
+    store.set(keys[rank], "")
+    deadline = time.monotonic() + timeout
+    while not store.check(keys):
+        if time.monotonic() > deadline:
+            missing = [r for r, key in enumerate(keys) if not store.check([key])]
+            raise TimeoutError(f"rank(s) {missing} of {world} did not come to {where} in {timeout} s: what did they "
+                               "print?")
+        time.sleep(0.005)
+
+
+def size(group):
+    return 1 if group is None else dist.get_world_size(group)
+
+
+def rank_in(group):
+    return 0 if group is None else dist.get_rank(group)
+
+
+sent = Counter()  # bytes that this rank sent, by operation, counted as rings send them: (n - 1) / n of what they carry
+gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # named anew in torch 2.13
+scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def count(kind, nbytes, group):
+    n = size(group)
+    sent[kind] += nbytes * (n - 1) // n
+
+
+def all_reduce(x, group, op=dist.ReduceOp.SUM):
+    """The sum over the group of x, any shape, as a new tensor."""
+    out = x.clone(memory_format=torch.contiguous_format)
+    if group is not None:
+        dist.all_reduce(out, op, group=group)
+        count("all-reduce", 2 * out.nbytes, group)
+    return out
+
+
+def gather(x, group, dim=1):
+    """The ranks' equal pieces, joined along dim."""
+    if group is None:
+        return x
+    out = x.new_empty(size(group) * x.shape[0], *x.shape[1:])
+    gather_single(out, x.contiguous(), group=group)
+    count("all-gather", out.nbytes, group)
+    return out if dim == 0 else torch.cat(out.chunk(size(group)), dim)
+
+
+def scatter(x, group, dim=1):
+    """This rank's piece, along dim, of the sum over the group. ValueError when it cannot be cut equally."""
+    n = size(group)
+    if x.shape[dim] % n:
+        raise ValueError(f"{x.shape[dim]} positions over {n} ranks: pad the sequence to a multiple of {n}")
+    if group is None:
+        return x
+    pieces = torch.cat(x.chunk(n, dim))  # one after the other, as the collective wants them
+    out = torch.empty_like(pieces.chunk(n)[0])
+    scatter_single(out, pieces, group=group)
+    count("reduce-scatter", pieces.nbytes, group)
+    return out
+
+
+def shares(total, n):
+    """[(start, stop)] of n pieces whose sizes differ by at most 1."""
+    return [(total * r // n, total * (r + 1) // n) for r in range(n)]
+
+
+# ==== 2. Data parallel: sum the gradients, while backward still makes the others; then shard what is repeated =========
+
+
+class Buckets:
+    """Gradients of lists of parameters, each list one flat vector (padded to a multiple of `multiple`), reduced as soon
+    as backward has finished its last gradient and all lists before it: every rank must reduce in one order, also when a
+    rank has no gradient for something. reduce(i, flat) starts the reduction and returns a handle to wait for. keep:
+    finish() returns the flat vectors; else each is dropped when the next one has started."""
+
+    def __init__(self, buckets, reduce, multiple=1, keep=True):
+        self.buckets, self.reduce, self.multiple, self.keep, self.enabled = buckets, reduce, multiple, keep, True
+        self.place = {
+            p: (i, start) for i, bucket in enumerate(buckets) for p, start in zip(bucket, offsets(bucket), strict=True)
+        }
+        self.begin()
+        for p in self.place:
+            p.register_post_accumulate_grad_hook(self.ready)
+
+    def begin(self):
+        self.flat, self.works = {}, []
+        self.missing = [set(bucket) for bucket in self.buckets]
+
+    def ready(self, p):
+        """Autograd's hook: this backward pass has added all that it will add to p.grad."""
+        if not self.enabled:
+            return
+        i, offset = self.place[p]
+        self.fill(i)[offset : offset + p.numel()].copy_(p.grad.view(-1))
+        p.grad = None
+        self.missing[i].discard(p)
+        while len(self.works) < len(self.buckets) and not self.missing[len(self.works)]:
+            self.launch()
+
+    def fill(self, i):
+        if i not in self.flat:
+            bucket = self.buckets[i]
+            room = -(-sum(p.numel() for p in bucket) // self.multiple) * self.multiple
+            self.flat[i] = torch.zeros(room, dtype=bucket[0].dtype, device=bucket[0].device)
+        return self.flat[i]
+
+    def launch(self):
+        i = len(self.works)
+        self.works.append(self.reduce(i, self.fill(i)))
+        if i and not self.keep:
+            self.wait(i - 1)
+
+    def wait(self, i):
+        if self.works[i] is not None:
+            self.works[i].wait()
+        if not self.keep:
+            del self.flat[i]
+
+    def finish(self):
+        """Reduce what backward did not reach, and wait for all; {i: flat vector}."""
+        while len(self.works) < len(self.buckets):
+            self.launch()
+        for i in sorted(self.flat):
+            self.wait(i)
+        flat = self.flat
+        self.begin()
+        return flat
+
+
+def offsets(parameters):
+    """Where each begins in their flat vector."""
+    ends = torch.tensor([0] + [p.numel() for p in parameters]).cumsum(0).tolist()
+    return ends[:-1]
+
+
+def views(flat, parameters):
+    """Slices of the flat vector in the parameters' shapes."""
+    return [flat[o : o + p.numel()].view(p.shape) for p, o in zip(parameters, offsets(parameters), strict=True)]
+
+
+def global_count(kept, group):
+    """kept (...) bool: tokens that count, over all ranks. A mean of the ranks' means is wrong when these differ."""
+    return all_reduce(kept.sum(), group).clamp(min=1)
+
+
+class DataParallel:
+    """What data_parallel returns. Set `enabled` to False for all but the last micro-batch of a step."""
+
+    def __init__(self, parameters, group, bucket_mib):
+        buckets, room = [], 0
+        for p in reversed(parameters):  # backward makes the last layer's gradients first
+            if room < p.nbytes or buckets[-1][0].dtype != p.dtype:
+                buckets.append([])
+                room = bucket_mib * MIB
+            buckets[-1].append(p)
+            room -= p.nbytes
+        self.buckets = Buckets(buckets, functools.partial(start_all_reduce, group=group))
+
+    @property
+    def enabled(self):
+        return self.buckets.enabled
+
+    @enabled.setter
+    def enabled(self, value):
+        self.buckets.enabled = value
+
+    def finish(self):
+        """After backward, before the optimizer: wait for the sums; every p.grad is a view into its bucket."""
+        for i, flat in self.buckets.finish().items():
+            bucket = self.buckets.buckets[i]
+            for p, view in zip(bucket, views(flat, bucket), strict=True):
+                p.grad = view
+
+
+def start_all_reduce(i, flat, group):
+    if group is None:
+        return None
+    count("all-reduce", 2 * flat.nbytes, group)
+    return dist.all_reduce(flat, group=group, async_op=True)
+
+
+def data_parallel(model, group, bucket_mib=25):
+    """Sum gradients over the group during backward. Returns a DataParallel, whose finish() has to be called after it.
+
+    Gradients are SUMS over ranks: divide a rank's summed token losses by global_count. Parameters are taken from rank 0
+    of the group, so that all start alike."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if group is not None:
+        for p in parameters:
+            dist.broadcast(p.detach(), group=group, group_src=0)
+    return DataParallel(parameters, group, bucket_mib)
+
+
+def zero_bytes(P, n, stage, w=4, g=4, o=8):
+    """Bytes a rank holds for P parameters over n ranks; mixed precision is w, g, o = 2, 2, 12. ZeRO, section 5."""
+    return [P * (w + g + o), P * (w + g) + P * o // n, P * w + P * (g + o) // n, P * (w + g + o) // n][stage]
+
+
+class Zero:
+    """ZeRO stages 1, 2, 3 over flat shards: rank r owns the r-th n-th of every unit (embedding, each block, the rest):
+    its AdamW state (1), its gradient (2), its weights (3). With 16-bit weights, fp32 masters belong to the state.
+
+    1 and 2 send what data parallelism sends: reduce-scatter of gradients and all-gather of new weights are the halves
+    of an all-reduce. 3 gathers a block's weights before its forward, again before its backward, and drops them after
+    each. Use: backward(); finish(); step(). Gradients are SUMS over ranks, of one backward pass a step. `adamw`: what
+    torch.optim.AdamW takes."""
+
+    def __init__(self, model, group, stage, **adamw):
+        if stage not in (1, 2, 3):
+            raise ValueError(f"stage is {stage!r}: use 1, 2 or 3 (0 is data_parallel)")
+        self.group, self.stage, n = group, stage, size(group)
+        modules = [model.embedding, *model.blocks]
+        own = [list(module.parameters()) for module in modules]
+        inside = {p for unit in own for p in unit}
+        self.units = own + [[p for p in model.parameters() if p not in inside]]  # the last: norm and classifier
+        self.flat, self.shards, self.own, self.gradients, self.whole = [], [], [], {}, {}
+        for unit in self.units:
+            room = -(-sum(p.numel() for p in unit) // n) * n
+            flat = torch.zeros(room, dtype=unit[0].dtype, device=unit[0].device)
+            for p, view in zip(unit, views(flat, unit), strict=True):
+                view.copy_(p.detach())
+                p.data = view  # the model's weights are views of the flat vector from now on
+            mine = self.mine(flat).clone() if stage == 3 else self.mine(flat)
+            self.flat.append(flat)
+            self.own.append(mine)  # this rank's weights
+            self.shards.append(nn.Parameter(mine.to(torch.promote_types(flat.dtype, torch.float32))))  # or its masters
+        self.optimizer = torch.optim.AdamW(self.shards, **adamw)
+        last = len(self.units) - 1  # backward finishes the units from the last to the first
+        backwards = [self.units[last - k] for k in range(len(self.units))]
+        self.buckets = Buckets(backwards, lambda k, flat: self.reduce(last - k, flat), n, keep=stage == 1)
+        if stage == 3:
+            for i, module in enumerate([*modules, model]):
+                module.register_forward_pre_hook(lambda *_, i=i: self.fetch(i))
+                if i < last:  # the loss, outside of any module, uses the classifier too: it stays until its gradient
+                    module.register_forward_hook(lambda *_, i=i: self.drop(i))
+                if 0 < i < last:  # an embedding's backward does not read the weights
+                    module.register_full_backward_pre_hook(lambda *_, i=i: self.fetch(i))
+                self.drop(i)
+
+    def mine(self, flat):
+        return flat.chunk(size(self.group))[rank_in(self.group)]
+
+    def fetch(self, i):
+        """Stage 3: gather the weights of unit i, unless they are there."""
+        storage = self.flat[i].untyped_storage()
+        if not storage.nbytes():
+            storage.resize_(self.flat[i].nbytes)
+            self.collect(i)
+
+    def collect(self, i):
+        """All shards' weights into the flat vector: past autograd, which counts writes to what it saved."""
+        if self.group is None:
+            self.flat[i].copy_(self.own[i])
+        else:
+            gather_single(self.flat[i], self.own[i].clone(), group=self.group)
+            count("all-gather", self.flat[i].nbytes, self.group)
+
+    def drop(self, i):
+        """Stage 3: give back the memory of unit i's weights. The views into it stay."""
+        self.flat[i].untyped_storage().resize_(0)
+
+    def reduce(self, i, flat):
+        """Start the reduce-scatter of unit i's gradients."""
+        if self.stage == 3:
+            self.drop(i)
+        shard = self.gradients[i] = torch.empty_like(self.mine(flat)) if self.stage > 1 else self.mine(flat)
+        if self.group is None:
+            shard.copy_(flat)
+            return None
+        count("reduce-scatter", flat.nbytes, self.group)
+        return scatter_single(shard, flat if self.stage > 1 else flat.clone(), group=self.group, async_op=True)
+
+    def finish(self):
+        """Wait for the sums of this rank's shards."""
+        self.whole = self.buckets.finish()
+        for i, shard in enumerate(self.shards):
+            shard.grad = self.gradients[i].to(shard.dtype)
+
+    def resident(self):
+        """Bytes of weights, gradients and optimizer state that this rank holds, between finish() and step()."""
+        total = lambda tensors: sum({t.data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())  # noqa: E731
+        weights = self.own if self.stage == 3 else self.flat
+        gradients = self.whole.values() if self.stage == 1 else self.gradients.values()
+        moments = [t for state in self.optimizer.state.values() for t in state.values() if t.dim()]
+        masters = [shard for shard, own in zip(self.shards, self.own, strict=True) if shard.dtype != own.dtype]
+        return total(weights) + total(gradients) + total(moments) + total(masters)
+
+    def step(self):
+        """AdamW on this rank's shards; stages 1 and 2 gather the new weights now, 3 when they are used."""
+        self.optimizer.step()
+        self.gradients, self.whole = {}, {}
+        for i, shard in enumerate(self.shards):
+            shard.grad = None
+            self.own[i].copy_(shard.detach())  # the same memory, where they are of one dtype
+            if self.stage < 3:
+                self.collect(i)
+
+
+# ==== 3. Tensor parallel: a matrix is cut, the activations between two cuts are narrower ==============================
+
+
+class _Conjugate(torch.autograd.Function):
+    """there(x) forward, back(gradient) backward: two collectives that are each other's transposes."""
+
+    @staticmethod
+    def forward(ctx, x, group, there, back):
+        ctx.group, ctx.back = group, back
+        return there(x, group)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ctx.back(gradient, ctx.group), None, None, None
+
+
+def identity(x, group):
+    return x.view_as(x)
+
+
+def enter(x, group, sequence=False):
+    """Before matrices that are cut over the group: f, of x (B, T, D), the same on all ranks; or with `sequence`, gather,
+    of this rank's positions x (B, T/n, D)."""
+    pair = (gather, scatter) if sequence else (identity, all_reduce)
+    return x if group is None else _Conjugate.apply(x, group, *pair)
+
+
+def leave(y, group, sequence=False):
+    """After them: the sum over ranks of their parts y (B, T, D): g, the same for all; or scatter, (B, T/n, D)."""
+    pair = (scatter, gather) if sequence else (all_reduce, identity)
+    return y if group is None else _Conjugate.apply(y, group, *pair)
+
+
+def as_product(x):
+    """x in the dtype that autocast would give it for a matrix product: half the bytes to send."""
+    kind = x.device.type
+    cast = torch.is_autocast_enabled(kind) and x.dtype == torch.float32
+    return x.to(torch.get_autocast_dtype(kind)) if cast else x
+
+
+def cut(module, name, dim, group, origins, path):
+    """Keep this rank's share of a parameter's dimension `dim`; its origin in the whole goes into `origins`."""
+    weight = getattr(module, name)
+    start, stop = shares(weight.shape[dim], size(group))[rank_in(group)]
+    origins[path] = (start, 0) if dim == 0 else (0, start)
+    setattr(module, name, nn.Parameter(weight.detach().narrow(dim, start, stop - start).clone()))
+    getattr(module, name).cut = dim
+    return start, stop
+
+
+def column_linear(linear, group, sequence, **where):
+    """Y = X A^T cut by outputs: rank r makes columns of Y. With `sequence` the gathered X is not kept for dW: its own
+    positions are, and backward gathers them again (2205.05198)."""
+    cut(linear, "weight", 0, group, **where)
+
+    def forward(x):
+        x = as_product(x)
+        full = enter(x, group, sequence)
+        if not sequence:
+            return type(linear).forward(linear, full)
+        theirs = full.untyped_storage().data_ptr()
+        pack = lambda t: t.shape if t.untyped_storage().data_ptr() == theirs else t  # noqa: E731
+        unpack = lambda t: gather(x.detach(), group).view(t) if isinstance(t, torch.Size) else t  # noqa: E731
+        with saved_tensors_hooks(pack, unpack):
+            return type(linear).forward(linear, full)
+
+    linear.forward = forward
+
+
+def row_linear(linear, group, sequence, **where):
+    """Z = Y B^T cut by inputs: rank r has columns of Y and makes a part of the sum Z."""
+    cut(linear, "weight", 1, group, **where)
+    linear.forward = lambda y: leave(type(linear).forward(linear, y), group, sequence)
+
+
+def cut_embedding(embedding, group, sequence, **where):
+    """Each rank looks up the tokens of its range of classes, 0 for others; the sum has one term that is not 0."""
+    start, stop = cut(embedding, "weight", 0, group, **where)
+
+    def forward(tokens):
+        mine = (tokens >= start) & (tokens < stop)  # (B, T)
+        x = type(embedding).forward(embedding, (tokens - start).where(mine, 0))  # (B, T, D)
+        return leave(x * mine.unsqueeze(-1), group, sequence)
+
+    embedding.forward = forward
+
+
+def tensor_parallel(model, group, sequence=False):
+    """Cut a GPT of 01 in place: every rank of the group keeps whole heads, a part of each MLP, a range of the classes
+    of embedding and classifier (their sizes differ by at most one). All ranks start from equal weights.
+
+    With `sequence`, what lies between the cut matrices (stream, norms) is cut along T: E comes out as (B, T/n, D). The
+    loss is vocab_parallel_cross_entropy. Returns {name: (row, column)} of each cut matrix's first element in the whole:
+    forge()'s `origins`. ValueError if the heads cannot be shared out. 1909.08053, 2205.05198."""
+    n, heads, origins = size(group), model.config.heads, {}
+    if heads % n:
+        raise ValueError(f"{heads} heads over {n} tensor-parallel ranks: use a tp that divides the number of heads")
+    if n == 1:
+        return origins
+    where = lambda path: dict(origins=origins, path=path)  # noqa: E731
+    cut_embedding(model.embedding, group, sequence, **where("embedding.weight"))
+    cut(model, "classifier", 0, group, **where("classifier"))
+    for i, block in enumerate(model.blocks):
+        for name, kind in (("qkv", column_linear), ("proj", row_linear), ("up", column_linear), ("down", row_linear)):
+            kind(getattr(block, name), group, sequence, **where(f"blocks.{i}.{name}.weight"))
+    if sequence:  # a norm saw only this rank's positions
+        for name, p in model.named_parameters():
+            if "norm" in name:
+                p.register_hook(functools.partial(sum_norm_gradient, group=group))
+    return origins
+
+
+def sum_norm_gradient(gradient, group):
+    return all_reduce(gradient, group)
+
+
+def tensor_parallel_bytes(config, tokens, n, sequence, itemsize, fused_norm=False):
+    """Bytes that the layers keep for backward. Of 18 tensors of D elements a token (01's activation_bytes), two of the
+    stream and two of norms lie outside of the cuts, 14 inside; unfused norms keep two more outside."""
+    outside, inside = (4 if fused_norm else 6) / (n if sequence else 1), 14 / n
+    return tokens * config.dim * config.layers * itemsize * (outside + inside)
+
+
+def tensor_parallel_traffic(config, tokens, n, sequence, itemsize):
+    """Bytes a rank sends in a step: a layer's two cuts are two sums forward, two backward, each 2 (n-1)/n of an
+    activation; in halves, gather and scatter, no more, and two gathers again for dW. The embedding is one g, the
+    classifier one f, or their halves forward and backward."""
+    layer, ends = (10, 4) if sequence else (8, 4)
+    return tokens * config.dim * itemsize * (layer * config.layers + ends) * (n - 1) // n
+
+
+# ==== 4. Vocabulary parallel: the classifier and its loss =============================================================
+
+
+def join_slices(lse, target_logit, group):
+    """lse (N,) over this rank's classes and the target's logit (N,), 0 where it is elsewhere -> those of the whole
+    vocabulary: two all-reduces, one MAX and one SUM."""
+    top = all_reduce(lse, group, dist.ReduceOp.MAX)  # (N,)
+    total, target_logit = all_reduce(torch.stack(((lse - top).exp(), target_logit)), group)  # (2, N)
+    return top + total.log(), target_logit
+
+
+def vocab_parallel_cross_entropy(
+    E, C, targets, group, vocab, *, sequence=False, loss=filtering.linear_cross_entropy, **options
+):
+    """03's linear_cross_entropy of E (..., D), the same on all ranks of the group, for a classifier of `vocab` classes
+    of which this rank holds C, rows shares(vocab, n)[rank]. targets (...), classes of the whole. The same loss on all
+    ranks; dC of the own rows; dE whole. `sequence`: E is (B, T/n, D), as tensor_parallel(sequence=True) gives it.
+
+    options: those of 03 (bias: of the own rows); gradient "exact" or "filter", whose ranks filter their own tiles:
+    "sparse" and "auto" take their head and their sample from one vocabulary, and are refused. loss: 03's, or
+    functools.partial(forging.forge_classifier, state=...), the step in backward. ValueError as there."""
+    start, stop = shares(vocab, size(group))[rank_in(group)]
+    if len(C) != stop - start:
+        raise ValueError(f"C has {len(C)} rows: this rank's part of {vocab} classes is rows {start} to {stop}")
+    join = functools.partial(join_slices, group=group)
+    return loss(enter(E, group, sequence), C, targets, shard=cce.Shard(start, vocab, join), **options)
+
+
+# ==== 5. FORGE under parallelism ======================================================================================
+
+# Under tensor and sequence parallelism a rank has all tokens and so all of dW for its shard: forge() works as it is,
+#     origins = tensor_parallel(model, group); forge(model, rule, layout, origins=origins, data_parallel=1)
+# and the origins give every element the noise and the codes that it has in the whole model. Under data parallelism no
+# rank has dW; but a sum over ranks is a sum over more tokens, and what dW is a product of can be gathered instead:
+
+
+def factor_traffic(N, M, K, n, itemsize):
+    """Bytes a rank sends to gather the factors dY (N, M) and X (N, K) of every rank: less than an all-reduce of dW in
+    fp32, 8 M K (n-1)/n, while all ranks' tokens n N < 8 M K / ((M + K) itemsize)."""
+    return n * N * (M + K) * itemsize * (n - 1) // n
+
+
+def gather_factors(handle, group):
+    """Between backward under handle.stash() and handle.release(): every weight's gradient becomes the sum over the
+    group, whose ranks have equally many tokens, and all take the same step. Linear layers exchange factors, other
+    weights gradients. The handle is made with data_parallel=1; ordinary parameters need data_parallel()."""
+    for state in handle.states.values():
+        products = [f for f in state.factors if isinstance(f, forging.Product)]
+        if len(products) == len(state.factors):
+            state.factors = [forging.Product(gather(f.dY, group, 0), gather(f.X, group, 0)) for f in products]
+        else:
+            whole = torch.zeros(state.weight.shape, device=state.weight.device)
+            for factor in state.factors:
+                factor.write(state, whole, 0, 0, add=True)
+            state.factors = [forging.Whole(all_reduce(whole, group))]
+        state.versions = []
+
+
+# ==== 6. Pipeline: layers on different ranks, and lists of operations that decide when they wait ======================
+
+
+class Op(NamedTuple):
+    """F: forward; B: backward; W: the part of backward that makes weight gradients, where a schedule splits it off."""
+
+    kind: str
+    micro: int
+    chunk: int = 0  # of this rank's layers: stage chunk * p + rank of p * chunks
+
+
+def gpipe(p, m):
+    """All forwards, then all backwards: m micro-batches in flight. 1811.06965."""
+    return [[Op(kind, i) for kind in "FB" for i in range(m)] for _ in range(p)]
+
+
+def one_f_one_b(p, m):
+    """As soon as the last stage has a result, one backward for one forward: at most p - rank in flight. 2006.09503."""
+    lists = []
+    for rank in range(p):
+        warm = min(m, p - rank - 1)
+        ops = [Op("F", i) for i in range(warm)]
+        for i in range(m):
+            ops += [Op("F", i + warm)] * (i + warm < m) + [Op("B", i)]
+        lists.append(ops)
+    return lists
+
+
+def interleaved(p, m, chunks=2):
+    """1F1B over `chunks` thinner stages a rank: a bubble is one thin stage, for more to send. 2104.04473."""
+    if m % p:
+        raise ValueError(f"{m} micro-batches over {p} ranks: interleaving needs a multiple of {p}")
+
+    def nth(kind, k):  # p micro-batches go through one chunk, then the same through the next
+        round_, turn = divmod(k, p * chunks)
+        chunk = turn // p if kind == "F" else chunks - 1 - turn // p
+        return Op(kind, round_ * p + k % p, chunk)
+
+    lists, total = [], m * chunks
+    for rank in range(p):
+        warm = min(total, 2 * (p - rank - 1) + (chunks - 1) * p)
+        ops = [nth("F", k) for k in range(warm)]
+        for k in range(total):
+            ops += [nth("F", k + warm)] * (k + warm < total) + [nth("B", k)]
+        lists.append(ops)
+    return lists
+
+
+def zero_bubble(p, m):
+    """1F1B whose B makes only what the rank before waits for. W waits until nothing else can be done, `rank` turns
+    later: every rank holds what 1F1B's first one does. ZB-H1 of 2401.10241."""
+    lists = []
+    for rank in range(p):
+        warm = min(m, p - rank - 1)
+        ops = [Op("F", i) for i in range(warm)]
+        for i in range(m):
+            ops += [Op("F", i + warm)] * (i + warm < m) + [Op("B", i)] + [Op("W", i - rank)] * (i >= rank)
+        lists.append(ops + [Op("W", i) for i in range(max(0, m - rank), m)])
+    return lists
+
+
+class Timeline(NamedTuple):
+    """start {(rank, Op): time}, span of the whole, bubble: idle time / work of a rank, and the largest number of
+    micro-batches (times chunks) that each rank held."""
+
+    start: dict
+    span: float
+    bubble: float
+    peak: list
+
+
+def simulate(lists, cost):
+    """Each rank does its list in order; an operation waits for the stage before (F) or after it (B). cost: {"F", "B",
+    "W": time of one operation}. ValueError if the lists wait for each other for ever, or two ranks would send and
+    receive in different orders."""
+    p, start, end, free, done = len(lists), {}, {}, [0.0] * len(lists), [0] * len(lists)
+    stages = p * (1 + max(op.chunk for ops in lists for op in ops))
+    held, peak = [0] * p, [0] * p
+    last = "W" if any(op.kind == "W" for ops in lists for op in ops) else "B"
+    for source in range(p):
+        for kind, step in (("F", 1), ("B", -1)):
+            order = [(op.micro, op.chunk * p + source + step) for op in lists[source] if op.kind == kind]
+            wanted = [(op.micro, op.chunk * p + (source + step) % p) for op in lists[(source + step) % p]
+                      if op.kind == kind]
+            if [x for x in order if x in set(wanted)] != [x for x in wanted if x in set(order)]:
+                raise ValueError(f"rank {source} sends results of {kind} in another order than they are received in")
+    while sum(done) < sum(map(len, lists)):
+        before = sum(done)
+        for rank, ops in enumerate(lists):
+            while done[rank] < len(ops):
+                op = ops[done[rank]]
+                stage = op.chunk * p + rank
+                needs = {"F": [("F", op.micro, stage - 1)] if stage else [],
+                         "B": [("F", op.micro, stage)] + [("B", op.micro, stage + 1)] * (stage + 1 < stages),
+                         "W": [("B", op.micro, stage)]}[op.kind]
+                if not all(key in end for key in needs):
+                    break
+                start[rank, op] = max([free[rank], *(end[key] for key in needs)])
+                free[rank] = end[op.kind, op.micro, stage] = start[rank, op] + cost[op.kind]
+                held[rank] += (op.kind == "F") - (op.kind == last)
+                peak[rank] = max(peak[rank], held[rank])
+                done[rank] += 1
+        if sum(done) == before:
+            raise ValueError("the lists wait for each other: an operation stands before what it needs")
+    work = max(sum(cost[op.kind] for op in ops) for ops in lists)
+    return Timeline(start, max(free), max(free) / work - 1, peak)
+
+
+def gantt(lists, cost):
+    """A row a rank, a column a unit of time: forwards are digits, backwards letters, W is *, waiting is a dot."""
+    rows = []
+    timeline = simulate(lists, cost)
+    for rank, ops in enumerate(lists):
+        row = ["."] * round(timeline.span)
+        for op in ops:
+            sign = {"F": str(op.micro % 10), "B": chr(97 + op.micro % 26), "W": "*"}[op.kind]
+            begin = round(timeline.start[rank, op])
+            row[begin : begin + round(cost[op.kind])] = sign * round(cost[op.kind])
+        rows.append("".join(row))
+    return rows
+
+
+def bubble_formula(name, p, m, chunks=2):
+    """Idle time / work with F = 1, B = 2 (input and weights one each). 2104.04473, 2401.10241."""
+    return {"gpipe": (p - 1) / m, "1f1b": (p - 1) / m, "interleaved": (p - 1) / (m * chunks),
+            "zero-bubble": (p - 1) * (1 + 2 - 2 * 1) / (3 * m)}[name]
+
+
+def peak_formula(name, p, m, rank, chunks=2):
+    """Micro-batches in flight at a rank; for interleaved, those of a thin stage."""
+    return {"gpipe": m, "1f1b": min(m, p - rank), "zero-bubble": min(m, p),
+            "interleaved": min(m * chunks, 2 * (p - rank - 1) + (chunks - 1) * p + 1)}[name]
+
+
+SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved, "zero-bubble": zero_bubble}
+
+
+class WeightQueue:
+    """Where linear layers leave the weight half of their backward: open, it waits for W; else it is done at once."""
+
+    def __init__(self):
+        self.waiting = None
+
+    def put(self, work):
+        if self.waiting is None:
+            work()
+        else:
+            self.waiting.append(work)
+
+
+class _SplitLinear(torch.autograd.Function):
+    """x W^T, whose backward gives dX, and dW to the queue."""
+
+    @staticmethod
+    def forward(ctx, x, W, queue):
+        ctx.save_for_backward(x, W)
+        ctx.queue, ctx.weight = queue, W  # the parameter itself, for its .grad
+        return F.linear(x, W)
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x, W), weight = ctx.saved_tensors, ctx.weight
+        dY, X = dy.flatten(0, -2), x.flatten(0, -2)  # (N, M), (N, K)
+
+        def add():
+            weight.grad = dY.T @ X if weight.grad is None else weight.grad.addmm_(dY.T, X)
+
+        ctx.queue.put(add)
+        return dy @ W, None, None
+
+
+class Stage(nn.Module):
+    """Stage `index` of `count` of a GPT: its share of the blocks; the first also embeds, the last normalises and has
+    the classifier. Linear layers leave dW to `queue`."""
+
+    def __init__(self, model, index, count, queue):
+        super().__init__()
+        start, stop = shares(len(model.blocks), count)[index]
+        self.blocks = model.blocks[start:stop]
+        self.cos, self.sin = model.cos, model.sin
+        if index == 0:
+            self.embedding = model.embedding
+        if index == count - 1:
+            self.norm, self.classifier = model.norm, model.classifier
+        for module in self.blocks.modules():
+            if isinstance(module, nn.Linear):
+                module.forward = lambda x, linear=module: _SplitLinear.apply(x, linear.weight, queue)
+
+    def forward(self, x):
+        x = self.embedding(x) if hasattr(self, "embedding") else x
+        for block in self.blocks:
+            x = block(x, self.cos[: x.shape[1]], self.sin[: x.shape[1]])
+        return self.norm(x) if hasattr(self, "norm") else x
+
+
+def run_pipeline(ops, stages, queue, inputs, loss, groups, like):
+    """Do this rank's list of operations: gradients are left in the parameters, and the sum of the losses is returned (0
+    on ranks without the last stage).
+
+    stages: [module] a chunk. inputs: [micro-batch] for the first stage. loss(y, i): scalar, of the last stage's output
+    for micro-batch i, its share of the whole loss. groups: of make_groups(pp=...). like: an empty tensor of the shape,
+    dtype and device of what stages hand on. A send waits for nobody; a receive waits, where its operation begins."""
+    p, rank, total, sending, kept = size(groups.pp), rank_in(groups.pp), 0.0, [], {}
+    split, ends = any(op.kind == "W" for op in ops), p * len(stages) - 1
+
+    def wire(kind, source):  # one order of messages each, or NCCL would wait: by direction and by the sender's parity
+        return groups.wires[kind, 2 if p % 2 and source == p - 1 else source % 2]
+
+    def send(kind, tensor, to):
+        tensor = tensor.contiguous()
+        sending.append((dist.isend(tensor, group=wire(kind, rank), group_dst=to % p), tensor))  # alive until it is sent
+        sent["send"] += tensor.nbytes
+
+    def receive(kind, source):
+        tensor = torch.empty_like(like)
+        dist.recv(tensor, group=wire(kind, source % p), group_src=source % p)
+        return tensor
+
+    for op in ops:
+        stage, key = op.chunk * p + rank, (op.micro, op.chunk)
+        if op.kind == "F":
+            x = inputs[op.micro] if stage == 0 else receive("F", rank - 1).requires_grad_()
+            y = stages[op.chunk](x)
+            if stage == ends:
+                y = loss(y, op.micro)
+                total += y.detach()
+            else:
+                send("F", y.detach(), rank + 1)
+            kept[key] = x, y
+        elif op.kind == "B":
+            x, y = kept.pop(key)
+            queue.waiting = [] if split else None
+            y.backward(None if stage == ends else receive("B", rank + 1))
+            if stage:
+                send("B", x.grad, rank - 1)
+            if split:
+                kept[key], queue.waiting = queue.waiting, None
+        else:
+            for work in kept.pop(key):
+                work()
+    for work, _ in sending:
+        work.wait()
+    return total
+
+
+
+# ==== 7. Context parallel: the positions of one sequence on different ranks ===========================================
+
+
+def chunks_of(rank, n, zigzag):
+    """The chunks of the sequence that a rank has: chunk `rank` of n; or, of 2 n, one from the front and its mirror image
+    from the back: under a causal mask late positions have more keys, and so all ranks have equally many."""
+    return [rank, 2 * n - 1 - rank] if zigzag else [rank]
+
+
+def split_sequence(x, group, zigzag=True, dim=1):
+    """This rank's positions of x (B, T, ...). ValueError if T cannot be cut into chunks of equal length."""
+    n = size(group)
+    pieces = n * (2 if zigzag else 1)
+    if x.shape[dim] % pieces:
+        raise ValueError(f"{x.shape[dim]} positions in {pieces} chunks: pad the sequence to a multiple of {pieces}")
+    chunks = x.chunk(pieces, dim)
+    return torch.cat([chunks[c] for c in chunks_of(rank_in(group), n, zigzag)], dim)
+
+
+def attention_work(T, n, zigzag):
+    """Pairs of query and key that each rank computes for a causal sequence of T positions."""
+    width = T // (n * (2 if zigzag else 1))
+    mine = [chunks_of(rank, n, zigzag) for rank in range(n)]
+    return [sum(width * (width + 1) // 2 + c * width * width for c in chunks) for chunks in mine]
+
+
+def flash(q):
+    return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
+
+
+def block_attention(q, k, v, causal):
+    """q (B, H, Tq, d), k, v (B, H, Tk, d) -> attention over these keys alone (B, H, Tq, d) and its lse (B, H, Tq)."""
+    if flash(q):  # the library's kernel, and what it keeps for its backward
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
+    scores = q @ k.mT / math.sqrt(q.shape[-1])  # (B, H, Tq, Tk)
+    if causal:
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1), -math.inf)
+    lse = scores.logsumexp(-1)  # (B, H, Tq)
+    return (scores - lse.unsqueeze(-1)).exp() @ v, lse
+
+
+def block_gradients(dout, q, k, v, out, lse, causal):
+    """dq, dk, dv of one block of keys, given out and lse over ALL keys: probabilities are exp(score - lse) whatever
+    block they are made in, and the softmax's correction sum(dout * out) is a number a query."""
+    if flash(q):
+        zero = torch.zeros((), dtype=torch.int64, device=q.device)  # the state of a dropout that is off
+        return torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            dout, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, zero, zero)
+    scale = 1 / math.sqrt(q.shape[-1])
+    scores = q @ k.mT * scale
+    if causal:
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1), -math.inf)
+    P = (scores - lse.unsqueeze(-1)).exp()  # (B, H, Tq, Tk)
+    dS = P * (dout @ v.mT - (dout * out).sum(-1, keepdim=True)) * scale
+    return dS @ k, dS.mT @ q, P.mT @ dout
+
+
+def merge(a, b):
+    """Attention over two sets of keys, each (out, lse), as one over their union. Sums in fp32 or wider."""
+    (out_a, lse_a), (out_b, lse_b) = a, b
+    lse = torch.logaddexp(lse_a, lse_b)
+    weigh = lambda out, part: out * (part - lse).exp().unsqueeze(-1)  # noqa: E731
+    return weigh(out_a, lse_a) + weigh(out_b, lse_b), lse
+
+
+def pass_on(x, group):
+    """Start to send x to the next rank of the ring and to receive the previous one's; (what will arrive, handles)."""
+    n, rank = size(group), rank_in(group)
+    x, arriving = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+    swap = [dist.P2POp(dist.isend, x, group=group, group_peer=(rank + 1) % n),
+            dist.P2POp(dist.irecv, arriving, group=group, group_peer=(rank - 1) % n)]
+    sent["send"] += x.nbytes
+    return arriving, (dist.batch_isend_irecv(swap), x)
+
+
+def wait(handles):
+    for work in handles[0]:
+        work.wait()
+
+
+class _RingAttention(torch.autograd.Function):
+    """Keys and values go round the ring while each rank computes with those it has; in backward they go round again,
+    and their gradients with them, home."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, group, zigzag):
+        n, rank, wide = size(group), rank_in(group), torch.promote_types(q.dtype, torch.float32)
+        mine = chunks_of(rank, n, zigzag)
+        Q = q.chunk(len(mine), 2)  # (B, H, T/n or T/2n, d) each
+        found = [None] * len(mine)
+        kv = torch.stack((k, v))  # (2, B, H, T/n, d)
+        for step in range(n):
+            source = (rank - step) % n
+            if step < n - 1:
+                arriving, handles = pass_on(kv, group)
+            for i, j, K, V in pairs(mine, chunks_of(source, n, zigzag), kv):
+                out, lse = block_attention(Q[i], K, V, causal=mine[i] == j)
+                found[i] = merge(found[i], (out, lse)) if found[i] else (out.to(wide), lse)
+            if step < n - 1:
+                wait(handles)
+                kv = arriving
+        out = torch.cat([out for out, _ in found], 2).to(q.dtype)
+        lse = torch.cat([lse for _, lse in found], 2)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.group, ctx.zigzag = group, zigzag
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        q, k, v, out, lse = ctx.saved_tensors
+        group, zigzag, wide = ctx.group, ctx.zigzag, torch.promote_types(q.dtype, torch.float32)
+        n, rank = size(group), rank_in(group)
+        mine = chunks_of(rank, n, zigzag)
+        dout, Q, out, lse = (t.contiguous().chunk(len(mine), 2) for t in (dout, q, out, lse))
+        dq = torch.zeros(q.shape, dtype=wide, device=q.device)
+        dQ, kv, returning, travelling = dq.chunk(len(mine), 2), torch.stack((k, v)), None, None
+        for step in range(n):
+            theirs = chunks_of((rank - step) % n, n, zigzag)
+            if step < n - 1:
+                arriving, handles = pass_on(kv, group)
+            made = torch.zeros(kv.shape, dtype=wide, device=kv.device)
+            parts = made.chunk(len(theirs), 3)
+            for i, j, K, V in pairs(mine, theirs, kv):
+                dq_part, dk, dv = block_gradients(dout[i], Q[i], K, V, out[i], lse[i].contiguous(), causal=mine[i] == j)
+                dQ[i].add_(dq_part)
+                parts[theirs.index(j)].add_(torch.stack((dk, dv)))
+            if travelling:  # the sum so far of these keys' gradients, from the rank that had them before
+                wait(travelling)
+                made += returning
+            if n > 1:
+                returning, travelling = pass_on(made, group)
+            if step < n - 1:
+                wait(handles)
+                kv = arriving
+        if n > 1:
+            wait(travelling)
+            made = returning
+        return dq.to(q.dtype), *made.to(k.dtype).unbind(), None, None
+
+
+def pairs(mine, theirs, kv):
+    """(i, j, keys, values): my i-th chunk of queries sees chunk j of the keys (2, B, H, T, d) that are here now."""
+    parts = kv.chunk(len(theirs), 3)
+    for i, chunk in enumerate(mine):
+        for j, (K, V) in zip(theirs, parts, strict=True):
+            if j <= chunk:
+                yield i, j, K.contiguous(), V.contiguous()
+
+
+def ring_attention(q, k, v, group, zigzag=True):
+    """Causal attention of this rank's positions (as split_sequence cuts them) over those of all ranks. q, k, v
+    (B, H, T/n, d) -> (B, H, T/n, d). Differentiable once; every rank of the group calls it, and its backward."""
+    return _RingAttention.apply(q, k, v, group, zigzag)
+
+
+def context_parallel(model, group, zigzag=True):
+    """Give a GPT of 01 ring attention and this rank's positions, in place: it then takes split_sequence(tokens) of
+    whole sequences of config.seq tokens. A rank's gradients are of its tokens: sum them with data_parallel."""
+    for name in ("cos", "sin"):
+        setattr(model, name, split_sequence(getattr(model, name), group, zigzag, dim=0))
+    for block in model.blocks:
+        block.attend = functools.partial(ring_attention, group=group, zigzag=zigzag)
+
+
+# ==== 8. Memory instead of ranks: make it again, or put it somewhere else =============================================
+
+
+def recompute(model):
+    """Keep only each block's input for backward, and run the block's forward again there: a third more FLOPs, and 18 D
+    elements a token and layer become one D. 1604.06174."""
+    for block in model.blocks:
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+
+
+class Offload(saved_tensors_hooks):
+    """A context for the forward pass: what autograd saves is copied elsewhere while forward goes on, and its memory
+    given back; backward, which reads it in the reverse order, finds it prefetched.
+
+        with Offload(model, folder) as offload:
+            loss = model(x)...
+        loss.backward()
+        offload.close()
+
+    Copies go to pinned host memory (GPU), or with `folder` to files there. Dedup: a storage goes once, whatever
+    operations or views save it. Forwarding: what backward wants while its copy is still under way is used where it is.
+    Weights stay, and what is smaller than `least` bytes. `ahead`: how many copies may wait to be written, and how many
+    are fetched before they are asked for. counts: tensors saved, storages, bytes, forwarded, late. SSDTrain 2408.10013.
+    """
+
+    def __init__(self, model, folder=None, least=2**14, ahead=4):
+        self.stay = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
+        self.folder, self.least, self.ahead, self.counts = folder, least, ahead, Counter()
+        self.copies, self.known, self.flying, self.stream = [], {}, [], None
+        self.thread = ThreadPoolExecutor(1)  # one, so that copies are written and read in the order they are asked for
+        super().__init__(self.pack, self.unpack)
+
+    def pack(self, tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() in self.stay or storage.nbytes() < self.least:
+            return tensor
+        if tensor.device.type == "cpu" and self.folder is None:
+            raise ValueError("offload on a CPU: pass a folder to write to: its memory is host memory already")
+        key = storage._cdata, tensor._version
+        self.counts["tensors"] += 1
+        if key not in self.known:
+            self.known[key] = copy_ = StorageCopy(len(self.copies), tensor, self)
+            on_death(storage, self.known.pop, key, None)  # before its address means something else
+            self.copies.append(copy_)
+            self.flying.append(copy_)
+            self.counts["storages"] += 1
+            self.counts["bytes"] += storage.nbytes()
+        self.known[key].uses += 1
+        while self.flying and (self.flying[0].written.done() or len(self.flying) > self.ahead):
+            self.flying.pop(0).settle()
+        return self.known[key], tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
+
+    def unpack(self, packed):
+        if isinstance(packed, torch.Tensor):
+            return packed
+        saved, dtype, offset, shape, stride = packed
+        storage = saved.get()
+        for earlier in self.copies[max(0, saved.number - self.ahead) : saved.number]:
+            earlier.prefetch()
+        return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, stride)
+
+    def on_stream(self):
+        self.stream = self.stream or torch.cuda.Stream()
+        return torch.cuda.stream(self.stream)
+
+    def close(self):
+        """Wait for copies that are still being made, and delete the files."""
+        self.thread.shutdown()
+        for saved in self.copies:
+            if saved.file:
+                saved.file.unlink(missing_ok=True)
+
+
+class StorageCopy:
+    """One storage: in its own memory while it is written, then in host memory or a file, then fetched."""
+
+    def __init__(self, number, tensor, owner):
+        self.number, self.owner, self.uses, self.fetched = number, owner, 0, None
+        self.original, self.device = bytes_of(tensor.untyped_storage()), tensor.device
+        self.file = owner.folder and Path(owner.folder, f"{os.getpid()}.{id(owner)}.{number}.saved")
+        self.size, self.host, event = len(self.original), None, mark(tensor.device)
+        self.written = owner.thread.submit(self.write, self.original, event)
+
+    def write(self, original, event):
+        host = original
+        if event:  # on a GPU: a stream of its own copies, while the others compute
+            with self.owner.on_stream():
+                event.wait()
+                host = torch.empty(self.size, dtype=torch.uint8, pin_memory=True).copy_(original, non_blocking=True)
+                self.owner.stream.synchronize()
+        if self.file:
+            host.numpy().tofile(self.file)
+        else:
+            self.host = host
+
+    def settle(self):
+        """The copy is there: let go of the original."""
+        self.written.result()
+        self.original = None
+
+    def prefetch(self):
+        if self.uses > 0 and self.original is None and self.fetched is None:
+            self.fetch()
+
+    def fetch(self):
+        target = torch.empty(self.size, dtype=torch.uint8, device=self.device)
+        self.fetched = target, self.owner.thread.submit(self.read, target, mark(self.device))
+
+    def read(self, target, event):
+        host = self.host
+        if self.file:
+            host = torch.empty(self.size, dtype=torch.uint8, pin_memory=True) if event else target
+            with self.file.open("rb") as file:
+                file.readinto(host.numpy())
+        if event:
+            with self.owner.on_stream():
+                event.wait()
+                target.copy_(host, non_blocking=True)
+                self.owner.stream.synchronize()
+
+    def get(self):
+        """The storage, for one of those who saved it."""
+        self.uses -= 1
+        if self.original is not None:
+            self.owner.counts["forwarded"] += 1
+            found = self.original
+        else:
+            if self.fetched is None:
+                self.owner.counts["late"] += 1
+                self.fetch()
+            found, arrived = self.fetched
+            arrived.result()
+        if self.uses <= 0:
+            self.original = self.fetched = None
+        return found.untyped_storage()
+
+
+def bytes_of(storage):
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def mark(device):
+    """An event on the current stream of a GPU: what was asked for before it is done when it is."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
+
+# ==== 9. Checks: each runs on all ranks at once; alone, it starts two =================================================
+
+
+def device_for(ranks):
+    """"cuda" when every rank can have a GPU of its own, else "cpu"."""
+    return "cuda" if base.HAS_CUDA and torch.cuda.device_count() >= ranks else "cpu"
+
+
+def in_ranks(function, ranks, *arguments, device=None, timeout=TIMEOUT):
+    """What function(*arguments), of this file, returns on rank 0 of `ranks` new processes, which have the bugs that are
+    planted here. The errors of ranks are raised here, as one."""
+    planted = [name for name, (_, attribute, bug) in BREAKS.items() if globals()[attribute] is bug]
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            base.spawn(one_rank, ranks, device or device_for(ranks), (function, planted, folder, arguments), timeout)
+        except torch.multiprocessing.ProcessExitedException as error:
+            said = {}
+            for file in sorted(Path(folder).glob("*.error")):
+                said.setdefault(file.read_text(), []).append(file.stem)
+            if not said:
+                raise OSError(f"a rank was ended from outside: {error}") from None
+            kinds = {kind: text for text in said if (kind := text.partition(":")[0])}
+            first = next((kind for kind in ("AssertionError", "ValueError") if kind in kinds), min(kinds))
+            text = "; ".join(f"rank {', '.join(who)}: {text.partition(':')[2]}" for text, who in said.items())
+            raise {"AssertionError": AssertionError, "ValueError": ValueError}.get(first, OSError)(text) from None
+        return torch.load(Path(folder, "0.pt"), weights_only=False)
+
+
+def one_rank(function, planted, folder, arguments):
+    """The body of a process of in_ranks."""
+    torch.set_num_threads(1)
+    for name in planted:
+        globals()[BREAKS[name][1]] = BREAKS[name][2]
+    rank = dist.get_rank()
+    try:
+        result = globals()[function](*arguments)
+        if rank == 0:
+            torch.save(result, Path(folder, "0.pt"))
+    except (AssertionError, ValueError, RuntimeError, OSError) as error:
+        text = " ".join(str(error).split())[:500]
+        Path(folder, f"{rank}.tmp").write_text(f"{type(error).__name__}:{text}")
+        Path(folder, f"{rank}.tmp").rename(Path(folder, f"{rank}.error"))
+        deadline = time.monotonic() + 3  # the first to leave ends the others: let them speak
+        while len(list(Path(folder).glob("*.error"))) < dist.get_world_size() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        os._exit(1)
+
+
+def on_ranks(check):
+    """Inside a world of ranks a check runs as it is; outside it starts two ranks for itself."""
+
+    @functools.wraps(check)
+    def run(ranks=2):
+        return check() if dist.is_initialized() else in_ranks(check.__name__, ranks)
+
+    return run
+
+
+def here():
+    """This rank's device."""
+    gpu = dist.is_initialized() and dist.get_backend() == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
+
+
+@functools.cache
+def mesh(**sizes):
+    """make_groups, once for each mesh: a process group costs connections and, on a GPU, memory."""
+    return make_groups(**sizes, timeout=TIMEOUT)
+
+
+def tiny(n, dtype=torch.float64, layers=2, vocab=103, seed=0):
+    """The same small GPT on every rank, whose heads n divides, and whose vocabulary n does not."""
+    heads = max(n, 4 if n < 3 else n)
+    torch.manual_seed(seed)
+    model = base.GPT(base.GPTConfig(vocab, 8 * n, layers, heads, 8 * heads)).to(here(), dtype)
+    for module in model.modules():
+        if isinstance(module, nn.RMSNorm):
+            module.eps = 1e-6  # by default it depends on the dtype, and dtypes are compared here
+    return model
+
+
+def tiny_tokens(model, count=2, seed=0, ignored=0.3):
+    """tokens (B, T), targets (B, T): ignored ones more often the later the sequence, so that ranks count unequally."""
+    generator = torch.Generator().manual_seed(seed)
+    config = model.config
+    tokens = torch.randint(config.vocab, (count, config.seq + 1), generator=generator)
+    targets = tokens[:, 1:].clone()
+    chance = torch.linspace(0, 2 * ignored, count).unsqueeze(1)
+    targets[torch.rand(targets.shape, generator=generator) < chance] = -100
+    return tokens[:, :-1].to(here()), targets.to(here())
+
+
+def serial_loss(model, tokens, targets):
+    return base.linear_cross_entropy_reference(model(tokens), model.classifier, targets)
+
+
+def part_of_loss(model, tokens, targets, group):
+    """A rank's part of the mean over all ranks' tokens."""
+    total = base.linear_cross_entropy_reference(model(tokens), model.classifier, targets, reduction="sum")
+    return total / global_count(targets != -100, group)
+
+
+def gradients(model):
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def whole(model, tensors, group):
+    """{name: the ranks' pieces of a cut parameter (or its gradient), joined}; what is not cut, as it is."""
+    joined = {}
+    for name, p in model.named_parameters():
+        tensor = tensors[name]
+        if hasattr(p, "cut"):
+            pieces = [None] * size(group)
+            dist.all_gather_object(pieces, tensor.cpu(), group=group)
+            tensor = torch.cat(pieces, p.cut).to(tensor.device)
+        joined[name] = tensor
+    return joined
+
+
+def compare(name, got, want, tolerance=1e-12):
+    """The largest error of any tensor, in units of that tensor's largest element; fails above the tolerance."""
+    worst = 0.0
+    for key in want:
+        require(got[key] is not None, f"{name}: {key} has none")
+        error = ((got[key] - want[key]).abs().max() / want[key].abs().max().clamp(min=1e-300)).item()
+        require(error <= tolerance, f"{name}: {key} differs from the serial model's by {error:.1e}")
+        worst = max(worst, error)
+    return worst
+
+
+def equal_to_serial(name, parallel, serial):
+    """parallel(dtype), serial(dtype) -> {name: tensor}. In fp64 equal to 1e-12. In fp32 and bf16 the three-way rule: the
+    error against fp64 exceeds that of the serial model in that dtype by at most a rounding. Returns fp64's error."""
+    exact = serial(torch.float64)
+    worst = compare(name, parallel(torch.float64), exact)
+    for dtype in (torch.float32, torch.bfloat16):
+        got, peer = parallel(dtype), serial(dtype)
+        for key in exact:
+            cce.require_as_good(f"{name}: {key}, {dtype}", got[key], peer[key], exact[key], torch.finfo(dtype).eps)
+    return worst
+
+
+def must_raise(words, action, kind=ValueError):
+    try:
+        action()
+    except kind as error:
+        require(words in str(error), f"the message should say {words!r}: {error}")
+        return
+    raise AssertionError(f"should have raised {kind.__name__}: {words}")
+
+
+@on_ranks
+def check_groups():
+    """Every axis of every mesh of two factors has its ranks; bad sizes and absent ranks are named."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    axes = ("pp", "dp", "cp", "tp")
+    for k in (k for k in range(1, world + 1) if world % k == 0):
+        for outer, inner in (("pp", "tp"), ("dp", "cp"), ("dp", "tp")):
+            groups = mesh(**{outer: world // k, inner: k})
+            for axis, length, stride in ((outer, world // k, k), (inner, k, 1)):
+                group = getattr(groups, axis)
+                start = rank % k if axis == outer else rank // k * k
+                want = [start + i * stride for i in range(length)]
+                got = [rank] if group is None else dist.get_process_group_ranks(group)
+                require(got == want, f"{outer} {world // k} x {inner} {k}: {axis} of rank {rank} is {got}, not {want}")
+            require(all(getattr(groups, axis) is None for axis in axes if axis not in (outer, inner)), "more groups")
+            require(size(groups.data) == size(groups.dp) * size(groups.cp), "data is not dp x cp")
+    must_raise("were started", lambda: make_groups(tp=world + 1))
+    must_raise("at least 1", lambda: make_groups(tp=0))
+    if rank < world - 1:
+        must_raise(f"rank(s) [{world - 1}] of {world} did not come", lambda: meet("nowhere", 0.5), TimeoutError)
+
+
+def train_steps(model, batches, step, loss):
+    """5 optimizer steps."""
+    for tokens, targets in batches:
+        loss(model, tokens, targets).backward()
+        step()
+        model.zero_grad()
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def serial_steps(batches, n):
+    model = tiny(n)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return train_steps(model, batches, optimizer.step, serial_loss)
+
+
+def batches_of(model, n, steps=5):
+    """Whole batches, and the rows of them that are this rank's."""
+    whole_batches = [tiny_tokens(model, 2 * n, seed) for seed in range(steps)]
+    mine = slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
+    return whole_batches, [(tokens[mine], targets[mine]) for tokens, targets in whole_batches]
+
+
+@on_ranks
+def check_data_parallel():
+    """5 AdamW steps with gradients summed in several buckets equal the serial ones; gradients also over two
+    micro-batches, and when only one rank uses a layer."""
+    n = dist.get_world_size()
+    model, group = tiny(n), mesh(dp=n).data
+    batches, mine = batches_of(model, n)
+    handle = data_parallel(model, group, bucket_mib=0.01)
+    require(len(handle.buckets.buckets) > 3, "too few buckets to test their order")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step():
+        handle.finish()
+        optimizer.step()
+
+    got = train_steps(model, mine, step, functools.partial(part_of_loss, group=group))
+    worst = compare("data parallel", got, serial_steps(batches, n))
+    tokens, targets = mine[0]
+    total = global_count(targets != -100, group)
+    grads = []
+    for cuts in ((slice(0, 2),), (slice(0, 1), slice(1, 2))):
+        for i, cut_ in enumerate(cuts):
+            handle.enabled = i == len(cuts) - 1
+            E, goals = model(tokens[cut_]), targets[cut_]
+            (base.linear_cross_entropy_reference(E, model.classifier, goals, reduction="sum") / total).backward()
+        handle.finish()
+        grads.append({name: p.grad.clone() for name, p in model.named_parameters()})
+        model.zero_grad()
+    compare("data parallel, micro-batches", grads[1], grads[0])
+    # Only rank 0 uses the last block: the others have no gradient of it, and their collectives come in the same order.
+    parameters = dict(model.named_parameters())
+    if dist.get_rank():
+        model.blocks = model.blocks[:-1]
+    handle.enabled = False
+    part_of_loss(model, tokens, targets, group).backward()
+    own = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in parameters.items()}
+    want = {name: all_reduce(gradient, group) for name, gradient in own.items()}
+    model.zero_grad()
+    handle.enabled = True
+    part_of_loss(model, tokens, targets, group).backward()
+    handle.finish()
+    compare("data parallel, a layer unused", {name: p.grad for name, p in parameters.items()}, want)
+    return worst
+
+
+@on_ranks
+def check_zero():
+    """Stages 1, 2 and 3: 5 AdamW steps equal the serial ones; bytes held and sent by the formulas, exactly."""
+    n, worst, rows = dist.get_world_size(), 0.0, []
+    group = mesh(dp=n).data
+    for stage in (1, 2, 3):
+        model = tiny(n)
+        batches, mine = batches_of(model, n)
+        zero = Zero(model, group, stage, lr=1e-3)
+        sent.clear()
+
+        def step(zero=zero):
+            zero.finish()
+            step.held = zero.resident()
+            zero.step()
+
+        train_steps(model, mine, step, functools.partial(part_of_loss, group=group))
+        for i in range(len(zero.units)):
+            zero.fetch(i)
+        got = {name: p.detach() for name, p in model.named_parameters()}
+        worst = max(worst, compare(f"ZeRO-{stage}", got, serial_steps(batches, n)))
+        P, last = sum(map(len, zero.flat)), len(zero.flat[-1])  # with the padding
+        embedding = len(zero.flat[0])
+        rows.append((stage, zero_bytes(P, n, stage, 8, 8, 16), step.held))
+        # stage 3 gathers in forward and backward, but the last unit and the embedding once; then those of `got`
+        volume = 8 * (n - 1) * (5 * (2 * P if stage < 3 else 3 * P - last - embedding) + (P if stage == 3 else 0)) // n
+        counted = sent["reduce-scatter"] + sent["all-gather"]
+        require(abs(counted - volume) <= 50, f"ZeRO-{stage} sent {counted} bytes, the formula says {volume}")
+    for stage, predicted, held in rows:
+        require(held == predicted, f"ZeRO-{stage} holds {held} bytes, the formula says {predicted}")
+    return worst
+
+
+@on_ranks
+def check_tensor_parallel():
+    """Loss and all gradients, without and with sequence parallelism; the bytes sent by the formula; bad sizes."""
+    n, worst, traffic = dist.get_world_size(), [], []
+    group = mesh(tp=n).tp
+    tokens, targets = tiny_tokens(tiny(n))
+
+    def serial(dtype):
+        model = tiny(n, dtype)
+        loss = serial_loss(model, tokens, targets)
+        loss.backward()
+        return gradients(model) | dict(loss=loss.detach())
+
+    def parallel(dtype, sequence):
+        model = tiny(n, dtype)
+        tensor_parallel(model, group, sequence)
+        sent.clear()
+        E = model(tokens)
+        loss = vocab_parallel_cross_entropy(
+            E, model.classifier, targets, group, model.config.vocab, sequence=sequence)
+        loss.backward()
+        counted = sum(sent.values())
+        wide = torch.promote_types(dtype, torch.float32).itemsize
+        norms = 2 * (2 * model.config.layers + 1) * model.config.dim * dtype.itemsize * sequence
+        small = (6 * tokens.numel() * wide + norms) * (n - 1) // n
+        predicted = tensor_parallel_traffic(model.config, tokens.numel(), n, sequence, dtype.itemsize) + small
+        traffic.append((sequence, counted, predicted))
+        return whole(model, gradients(model), group) | dict(loss=loss.detach())
+
+    for sequence in (False, True):
+        name = "sequence parallel" if sequence else "tensor parallel"
+        worst.append(equal_to_serial(name, functools.partial(parallel, sequence=sequence), serial))
+    for sequence, counted, predicted in traffic:
+        require(abs(counted - predicted) <= 100, f"sequence={sequence}: {counted} bytes sent, predicted {predicted}")
+    if n > 1:
+        odd = base.GPT(base.GPTConfig(50, 8, 1, n + 1, 2 * (n + 1)))
+        must_raise("divides the number of heads", lambda: tensor_parallel(odd, group))
+        must_raise("pad the sequence", lambda: scatter(torch.zeros(1, n + 1, 2, device=here()), group))
+    return worst
+
+
+@on_ranks
+def check_vocabulary():
+    """A classifier cut unevenly: bias, softcap, ignored tokens, reductions, shift, lse; filters; refusals."""
+    n, rank, worst = dist.get_world_size(), dist.get_rank(), 0.0
+    group = mesh(tp=n).tp
+
+    def both(V, gradient="exact", bias=True, weigh=False, scale=1.0, dtype=torch.float64, **options):
+        E, C, b, x = base.random_problem(46, V, 24, dtype, here(), bias=bias, scale=scale)
+        x = x.where(x != -100, options.get("ignore_index", -100))
+        if scale > 1:  # a confident model: likely classes, and the targets, are in the first and the last tile
+            C.data[filtering.TILE_V : -filtering.TILE_V] *= 0.01
+            x = x.where(x < 0, x % filtering.TILE_V)
+        E2, x2 = E.view(2, 23, 24), x.view(2, 23)
+        start, stop = shares(V, n)[rank]
+        mine = [E2.detach().clone().requires_grad_(), C[start:stop].detach().clone().requires_grad_()]
+        mine += [b[start:stop].detach().clone().requires_grad_()] if bias else []
+        results = []
+        for one in (True, False):
+            leaves = ([E2, C] + ([b] if bias else [])) if one else mine
+            call = functools.partial(filtering.linear_cross_entropy, leaves[0], leaves[1], x2) if one else (
+                functools.partial(vocab_parallel_cross_entropy, leaves[0], leaves[1], x2, group, V))
+            loss = call(bias=leaves[2] if bias else None, gradient=gradient, **options)
+            if weigh:  # through the lse as well
+                loss = (loss[0] + 0.1 * loss[1].square().mean())
+            weight = torch.linspace(0.5, 2, loss.numel(), dtype=loss.dtype, device=loss.device).view(loss.shape)
+            grads = torch.autograd.grad((loss * weight).sum(), leaves)
+            results.append(dict(loss=loss.detach(), **dict(zip(("dE", "dC", "db"), grads, strict=False))))
+        want, got = results
+        for key in ("dC", "db"):
+            if key in want:
+                want[key] = want[key][start:stop]
+        return got, want
+
+    for options in (dict(), dict(softcap=3.0), dict(reduction="none"), dict(reduction="sum", shift=1, bias=False),
+                    dict(return_lse=True, weigh=True), dict(ignore_index=7)):
+        worst = max(worst, compare(f"vocabulary {options}", *both(103, **options)))
+    exact = both(103)[1]
+    for dtype in (torch.float32, torch.bfloat16):  # by the kernels, on a GPU
+        got, peer = both(103, dtype=dtype)
+        for key in exact:
+            slack = torch.finfo(dtype).eps
+            cce.require_as_good(f"vocabulary: {key}, {dtype}", got[key], peer[key], exact[key], slack)
+    V = 2 * n * filtering.TILE_V  # the ranks' tiles are those of the whole
+    for rule in ("mass", "element"):
+        filtered = dict(gradient="filter", rule=rule, sort=False, filter_eps=0.3, backend="torch")
+        got, want = both(V, bias=False, scale=6.0, **filtered)
+        compare(f"filter {rule}", got, want)
+        exact = both(V, bias=False, scale=6.0)[1]
+        require((want["dE"] - exact["dE"]).abs().max() > 1e-9, "the filter dropped nothing: exact ones are compared")
+    for gradient in ("sparse", "auto"):
+        must_raise("use 'exact' or 'filter'", lambda g=gradient: both(103, gradient=g, bias=False))
+    E, C, _, x = base.random_problem(4, 103, 8, device=here())
+    must_raise("is rows", lambda: vocab_parallel_cross_entropy(E, C, x, group, 103))
+    return worst
+
+
+def forged_layer(kind, layout, group, n, sequence, W, data, origins_used=True):
+    """Steps of one linear layer (M, K) on whole numbers: its weight and states, as in the whole model."""
+    layer = nn.Linear(W.shape[1], W.shape[0], bias=False, device=here())
+    layer.weight.data.copy_(W)
+    holder, origins = nn.ModuleDict(dict(layer=layer)), {}
+    if group is not None:
+        kind(layer, group, sequence, origins=origins, path="layer.weight")
+    options = dict(origins=origins) if origins_used else {}
+    handle = forging.forge(holder, forging.AdamW(weight_decay=0.1), layout, data_parallel=1, **options)
+    dtype = handle["layer.weight"].weight.dtype
+    cut_x = 1 if kind is column_linear else 2  # which dimension of x (B, T, K), dY (B, T, M) is this rank's part
+    for t, (X, dY) in enumerate(data, 1):
+        x, dy = X.to(here(), dtype), dY.to(here(), dtype)
+        if group is not None:
+            pick = lambda tensor, dim: tensor.chunk(n, dim)[rank_in(group)]  # noqa: E731
+            if kind is column_linear:
+                x, dy = (pick(x, 1) if sequence else x), pick(dy, 2)
+            else:
+                x, dy = pick(x, cut_x), (pick(dy, 1) if sequence else dy)
+        handle.arm(1e-2, t)
+        layer(x.requires_grad_()).backward(dy)
+    state = handle["layer.weight"]
+    return dict(weight=layer.weight.detach(), **state.tensors)
+
+
+@on_ranks
+def check_forge():
+    """FORGE on shards under tensor and sequence parallelism: the update of the whole matrix, bit for bit, in all
+    layouts (whole numbers make every sum exact). Under data parallelism: refused, or by factors, again bit for bit."""
+    n = dist.get_world_size()
+    group = mesh(tp=n).tp
+    M, K, T = 8 * n, 128 * n, 4 * n
+    W, data = forging.whole_numbers(2 * T, M, K, "cpu", steps=2)
+    data = [(X.view(2, T, K), dY.view(2, T, M)) for X, dY in data]
+    for layout in forging.LAYOUTS:
+        for kind in (column_linear, row_linear):
+            want = forged_layer(kind, layout, None, 1, False, W, data)
+            for sequence in (False, True):
+                got = forged_layer(kind, layout, group, n, sequence, W, data)
+                start, stop = shares(M if kind is column_linear else K, n)[rank_in(group)]
+                for name, tensor in got.items():
+                    scale = forging.GROUP if "scale" in name and kind is row_linear else 1
+                    part = slice(start // scale, stop // scale)
+                    mine = want[name][part] if kind is column_linear else want[name][:, part]
+                    where = f"{layout}, {kind.__name__}, sequence={sequence}"
+                    require(torch.equal(tensor, mine), f"{where}: {name} differs")
+    # Data parallel: the batch's rows over the ranks.
+    for layout in ("fp32", "int8"):
+        results = []
+        for parts in (slice(None), slice(dist.get_rank(), None, n)):
+            layer = nn.Linear(K, M, bias=False, device=here())
+            layer.weight.data.copy_(W)
+            handle = forging.forge(layer, forging.AdamW(), layout, data_parallel=1)
+            for t, (X, dY) in enumerate(data, 1):
+                x, dy = (v.flatten(0, 1)[parts].to(here(), layer.weight.dtype, copy=True) for v in (X, dY))
+                handle.stash()
+                layer(x.requires_grad_()).backward(dy)
+                if parts != slice(None):
+                    sent.clear()
+                    gather_factors(handle, mesh(dp=n).data)
+                    traffic = sent["all-gather"], factor_traffic(len(x), M, K, n, x.element_size())
+                handle.release(1e-2, t)
+            results.append(dict(weight=layer.weight.detach(), **handle["weight"].tensors))
+        for name, tensor in results[0].items():
+            require(torch.equal(tensor, results[1][name]), f"factors gathered over ranks, {layout}: {name} differs")
+        require(traffic[0] == traffic[1], f"factors: {traffic[0]} bytes sent, predicted {traffic[1]}")
+    if n > 1:
+        must_raise("gather_factors", lambda: forging.forge(nn.Linear(4, 4), forging.AdamW()))
+
+
+def check_schedules():
+    """Bubbles and micro-batches in flight of every schedule, simulated, are those of the formulas; lists that cannot
+    end are refused."""
+    cost = dict(F=1, B=2, W=0)
+    for p in (1, 2, 3, 4, 8):
+        for m in (1, 2, 3, p, 2 * p, 4 * p):
+            for name, schedule in SCHEDULES.items():
+                if name == "interleaved" and m % p:
+                    if m % p:
+                        must_raise("needs a multiple", lambda s=schedule, p=p, m=m: s(p, m))
+                    continue
+                if name == "zero-bubble" and m < p:
+                    simulate(schedule(p, m), dict(F=1, B=1, W=1))  # ends; too few micro-batches for its formula
+                    continue
+                lists = schedule(p, m)
+                found = simulate(lists, dict(F=1, B=1, W=1) if name == "zero-bubble" else cost)
+                bubble = bubble_formula(name, p, m)
+                good = abs(found.bubble - bubble) < 1e-12
+                require(good, f"{name}, p={p}, m={m}: bubble {found.bubble}, not {bubble}")
+                want = [peak_formula(name, p, m, rank) for rank in range(p)]
+                require(found.peak == want, f"{name}, p={p}, m={m}: {found.peak} in flight, not {want}")
+    must_raise("wait for each other", lambda: simulate([[Op("B", 0), Op("F", 0)]], cost))
+    must_raise("another order", lambda: simulate([[Op("F", 0), Op("F", 1)], [Op("F", 1), Op("F", 0)]], cost))
+
+
+@on_ranks
+def check_pipeline():
+    """Every schedule gives the serial gradients bit for bit, also with fewer micro-batches than stages; that of a
+    weight that the first and the last stage share, to 1e-12."""
+    p = dist.get_world_size()
+    groups = mesh(pp=p)
+    rank, queue = rank_in(groups.pp), WeightQueue()
+    for name, schedule in SCHEDULES.items():
+        chunks = 2 if name == "interleaved" else 1
+        for m in sorted({2 * p} | ({max(1, p - 1)} if chunks == 1 else set())):
+            tokens, targets = tiny_tokens(tiny(p), 2 * m)
+            parts, goals = tokens.chunk(m), targets.chunk(m)
+            total = global_count(targets != -100, None)
+
+            def loss(y, i, C, goals=goals, total=total):
+                return base.linear_cross_entropy_reference(y, C, goals[i], reduction="sum") / total
+
+            whole_model = tiny(p, layers=2 * p)
+            single = Stage(whole_model, 0, 1, queue)
+            want_loss = 0.0
+            for i in range(m):
+                one = loss(single(parts[i]), i, whole_model.classifier)
+                one.backward()
+                want_loss += one.detach()
+            model = tiny(p, layers=2 * p)
+            stages = [Stage(model, c * p + rank, chunks * p, queue) for c in range(chunks)]
+            like = torch.empty(*parts[0].shape, model.config.dim, dtype=torch.float64, device=here())
+            lists = schedule(p, m)
+            got_loss = run_pipeline(
+                lists[rank], stages, queue, parts, functools.partial(loss, C=model.classifier), groups, like)
+            for key, p_ in model.named_parameters():
+                held = any(p_ is q for stage in stages for q in stage.parameters())
+                require((p_.grad is None) != held, f"{name}: {key} has a gradient where it is not, or none where it is")
+                if held:
+                    want = whole_model.get_parameter(key).grad
+                    require(torch.equal(p_.grad, want), f"{name}, {m} micro-batches: gradient of {key} differs")
+            if rank == p - 1:
+                require(torch.equal(got_loss, want_loss), f"{name}: the loss differs")
+            # Tied: embedding and classifier as one weight, on the first and the last rank; others add zeros.
+            ends = [g if g is not None else torch.zeros_like(model.classifier)
+                    for g in (model.embedding.weight.grad, model.classifier.grad)]
+            tied = all_reduce(ends[0] + ends[1], groups.pp)
+            compare("tied", dict(w=tied), dict(w=whole_model.embedding.weight.grad + whole_model.classifier.grad))
+
+
+@on_ranks
+def check_context():
+    """Ring attention in a whole model, both ways of cutting: loss and gradients, work a rank, refusals."""
+    n, worst = dist.get_world_size(), 0.0
+    group = mesh(cp=n).data
+    tokens, targets = tiny_tokens(tiny(n))
+
+    def serial(dtype):
+        model = tiny(n, dtype)
+        serial_loss(model, tokens, targets).backward()
+        return gradients(model)
+
+    def parallel(dtype, zigzag):
+        model = tiny(n, dtype)
+        context_parallel(model, group, zigzag)
+        handle = data_parallel(model, group)
+        part_of_loss(model, *(split_sequence(x, group, zigzag) for x in (tokens, targets)), group).backward()
+        handle.finish()
+        return gradients(model)
+
+    for zigzag in (False, True):
+        name = "zigzag" if zigzag else "contiguous"
+        worst = max(worst, equal_to_serial(name, functools.partial(parallel, zigzag=zigzag), serial))
+    work = [attention_work(64, n, zigzag) for zigzag in (False, True)]
+    require(sum(work[0]) == sum(work[1]) == 64 * 65 // 2, f"pairs are lost: {work}")
+    require(len(set(work[1])) == 1, f"zigzag is not balanced: {work[1]}")
+    if n > 1:
+        must_raise("pad the sequence", lambda: split_sequence(torch.zeros(1, 2 * n + 1), group))
+    return worst
+
+
+@on_ranks
+def check_mesh():
+    """Two cuts at once, where there are four ranks: data or context with tensor (and sequence) parallelism."""
+    world = dist.get_world_size()
+    if world % 2 or world < 4:
+        return None
+    worst = 0.0
+    tokens, targets = tiny_tokens(tiny(world), world)
+    want_model = tiny(world)
+    serial_loss(want_model, tokens, targets).backward()
+    for axis in ("dp", "cp"):
+        groups = mesh(**{axis: 2, "tp": world // 2})
+        model = tiny(world)
+        tensor_parallel(model, groups.tp, sequence=axis == "dp")
+        if axis == "cp":
+            context_parallel(model, groups.cp)
+        handle = data_parallel(model, groups.data)
+        part = functools.partial(split_sequence, group=groups.cp) if axis == "cp" else (
+            lambda x, groups=groups: x.chunk(2)[rank_in(groups.dp)])
+        mine = part(tokens), part(targets)
+        loss = vocab_parallel_cross_entropy(
+            model(mine[0]), model.classifier, mine[1], groups.tp, model.config.vocab, sequence=axis == "dp",
+            reduction="sum")
+        (loss / global_count(mine[1] != -100, groups.data)).backward()
+        handle.finish()
+        worst = max(worst, compare(f"{axis} x tp", whole(model, gradients(model), groups.tp), gradients(want_model)))
+    return worst
+
+
+def small_model(device, layers=4, dim=64, seq=64):
+    torch.manual_seed(0)
+    return base.GPT(base.GPTConfig(64, seq, layers, 4, dim)).to(device)
+
+
+def check_memory_instead():
+    """Recomputed and offloaded (to files; on a GPU to host memory, too): the same gradients bit for bit; a storage goes
+    once, what is in flight is forwarded, no file is left."""
+    device = here() if dist.is_initialized() else base.default_device()
+    tokens = torch.randint(64, (2, 64), generator=torch.Generator().manual_seed(0)).to(device)
+    exact = sdpa_kernel(SDPBackend.MATH)  # others may add up in any order on a GPU
+    with tempfile.TemporaryDirectory() as folder, exact:
+        results = {}
+        for way in ("plain", "recompute", "file", *(["host"] if device.type == "cuda" else [])):
+            model = small_model(device)
+            if way == "recompute":
+                recompute(model)
+            offload = Offload(model, folder if way == "file" else None) if way in ("file", "host") else None
+            for _ in range(2):
+                with offload or contextlib.nullcontext():
+                    loss = model(tokens).square().mean()
+                try:
+                    loss.backward()
+                except RuntimeError as error:  # a storage of another size, say
+                    raise AssertionError(f"{way}: {error}") from None
+            if offload:
+                offload.close()
+                counts = offload.counts
+                require(counts["tensors"] > counts["storages"] > 20, f"{way}: nothing was saved twice: {counts}")
+                require(counts["forwarded"] > 0, f"{way}: what was just written was read again: {counts}")
+            results[way] = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        for way, got in results.items():
+            for name, gradient in got.items():
+                require(torch.equal(gradient, results["plain"][name]), f"{way}: gradient of {name} differs")
+        require(not list(Path(folder).iterdir()), "files are left")
+    if device.type == "cpu":
+        must_raise("pass a folder", lambda: offload_without_folder(tokens))
+
+
+def offload_without_folder(tokens):
+    model = small_model("cpu")
+    with Offload(model):
+        model(tokens)
+
+
+# The bugs of --break, each easy to ship.
+
+
+def _no_f(x, group, sequence=False):
+    """Forward is right; backward lacks the other ranks' part of the input's gradient."""
+    return _Conjugate.apply(x, group, gather, scatter) if sequence else x
+
+
+def _first_bucket_only(i, flat, group, start=start_all_reduce):
+    return start(i, flat, group) if i == 0 else None
+
+
+class _NeverGathered(Zero):
+    def collect(self, i):
+        """Every rank goes on with what it had."""
+
+
+def _no_origin(module, name, dim, group, origins, path, cut=cut):
+    span = cut(module, name, dim, group, origins, path)
+    origins[path] = (0, 0)
+    return span
+
+
+class _LastOnly(WeightQueue):
+    def put(self, work):
+        """A queue as long as one layer."""
+        if self.waiting:
+            self.waiting.clear()
+        super().put(work)
+
+
+def _axes_swapped(dp=1, pp=1, cp=1, tp=1, timeout=TIMEOUT, make=make_groups):
+    groups = make(dp, pp, cp, tp, timeout)
+    return groups._replace(dp=groups.tp, tp=groups.dp)
+
+
+def _unweighted(a, b):
+    return (a[0] + b[0]) / 2, torch.logaddexp(a[1], b[1])
+
+
+def _no_correction(dout, q, k, v, out, lse, causal, gradients=block_gradients):
+    return gradients(dout, q, k, v, torch.zeros_like(out), lse, causal)
+
+
+# name: (the check that must catch it, what is replaced, the bug)
+BREAKS = {
+    "axes-swapped": (check_groups, "make_groups", _axes_swapped),
+    "mean-of-means": (check_data_parallel, "global_count", lambda kept, group: kept.sum().clamp(min=1) * size(group)),
+    "first-bucket-only": (check_data_parallel, "start_all_reduce", _first_bucket_only),
+    "never-gathered": (check_zero, "Zero", _NeverGathered),
+    "no-f": (check_tensor_parallel, "enter", _no_f),
+    "no-norm-sum": (check_tensor_parallel, "sum_norm_gradient", lambda gradient, group: gradient),
+    "own-lse": (check_vocabulary, "join_slices", lambda lse, target, group: (lse, all_reduce(target, group))),
+    "no-origin": (check_forge, "cut", _no_origin),
+    "own-factors": (check_forge, "gather_factors", lambda handle, group: None),
+    "forwards-first": (check_schedules, "SCHEDULES", SCHEDULES | {"1f1b": gpipe}),
+    "lost-weights": (check_pipeline, "WeightQueue", _LastOnly),
+    "unweighted-merge": (check_context, "merge", _unweighted),
+    "no-correction": (check_context, "block_gradients", _no_correction),
+    "address-reused": (check_memory_instead, "on_death", lambda *arguments: None),
+}
+
+
+# ==== 10. Measurements ================================================================================================
+
+
+class Row(NamedTuple):
+    """A row of the ledger, made on the ranks."""
+
+    claim: str
+    formula: str
+    predicted: float | None
+    measured: float | None
+    unit: str = "MiB"
+    band: tuple | None = (0.98, 1.02)
+
+
+def measure_zero():
+    """Bytes that a rank holds between backward and step: fp32, and on a GPU bf16 with fp32 masters and moments."""
+    n, rows = dist.get_world_size(), []
+    kinds = [("fp32", torch.float32, (4, 4, 8))] + [("bf16", torch.bfloat16, (2, 2, 12))] * (here().type == "cuda")
+    for label, dtype, (w, g, o) in kinds:
+        formulas = f"P ({w} + {g} + {o}/n)", f"P ({w} + {g + o}/n)", f"P {w + g + o}/n"
+        for stage, formula in enumerate(formulas, 1):
+            model = tiny(n, dtype, layers=4)
+            zero = Zero(model, mesh(dp=n).data, stage)
+            for _ in range(2):  # the first step makes the optimizer's state
+                part_of_loss(model, *tiny_tokens(model), None).backward()
+                zero.finish()
+                held = zero.resident()
+                zero.step()
+            predicted = zero_bytes(sum(p.numel() for p in model.parameters()), n, stage, w, g, o)
+            rows.append(Row(f"ZeRO-{stage}, {label}: held", formula, predicted / MIB, held / MIB))
+    return rows
+
+
+def kept_bytes(work):
+    """Bytes that work() leaves alive, and its result."""
+    if here().type == "cuda":
+        before = torch.cuda.memory_allocated()
+        result = work()
+        return torch.cuda.memory_allocated() - before, result
+    with base.LiveBytes() as follow:
+        result = work()
+    return follow.live, result
+
+
+def run_blocks(model, x):
+    for block in model.blocks:
+        x = block(x, model.cos, model.sin)
+    return x
+
+
+def measure_activations():
+    """What the layers keep for backward, and what they send, cut over the ranks."""
+    n, rows = dist.get_world_size(), []
+    group = mesh(tp=n).tp
+    config = base.GPTConfig(64, 64 * n, 4, 2 * n, 32 * n)
+    fused = here().type == "cuda"  # one kernel a norm, which does not keep its normalised input
+    for name, sequence in (("TP", False), ("TP + SP", True)):
+        torch.manual_seed(0)
+        model = base.GPT(config).to(here())
+        tensor_parallel(model, group, sequence)
+        x = torch.zeros(2, config.seq // (n if sequence else 1), config.dim, device=here()).requires_grad_()
+        sent.clear()
+        held, out = kept_bytes(functools.partial(run_blocks, model, x))
+        out.sum().backward()
+        N, outside = 2 * config.seq, 4 if fused else 6
+        predicted = tensor_parallel_bytes(config, N, n, sequence, 4, fused)
+        formula = f"4 L N D ({outside}{'/n' if sequence else ''} + 14/n)"
+        rows.append(Row(f"{name}: layers keep", formula, predicted / MIB, held / MIB, band=(0.95, 1.08)))
+        ends = 4 * N * config.dim * 4 * (n - 1) // n  # embedding and classifier, which did not run
+        norms = 2 * 2 * config.layers * config.dim * 4 * (n - 1) // n * sequence
+        predicted = tensor_parallel_traffic(config, N, n, sequence, 4) - ends + norms
+        formula = f"{10 if sequence else 8} (n-1)/n 4 L N D" + (" + norms" if sequence else "")
+        rows.append(Row(f"{name}: layers send", formula, predicted / MIB, sum(sent.values()) / MIB))
+    return rows
+
+
+class _Sleep(torch.autograd.Function):
+    """A layer that computes by waiting: seconds of forward, of the input's gradient and of the weights'."""
+
+    @staticmethod
+    def forward(ctx, x, seconds, queue):
+        ctx.seconds, ctx.queue = seconds, queue
+        time.sleep(seconds["F"])
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(ctx.seconds["B"])
+        ctx.queue.put(lambda: time.sleep(ctx.seconds["W"]))
+        return gradient, None, None
+
+
+def costs_of(name, F=1.0, B=1.0, W=1.0):
+    """What simulate takes, of times of a forward, an input gradient and a weight gradient of a rank's layers."""
+    thin = 2 if name == "interleaved" else 1
+    return dict(F=F / thin, B=B, W=W) if name == "zero-bubble" else dict(F=F / thin, B=(B + W) / thin, W=0.0)
+
+
+def measure_bubbles():
+    """Idle time / work of every schedule: formula and simulation; and of real processes. On a CPU, where ranks share
+    cores, their layers sleep; on GPUs they compute, and the simulation has their measured times."""
+    p, rows, queue, gpu = dist.get_world_size(), [], WeightQueue(), here().type == "cuda"
+    groups, m = mesh(pp=p), 2 * p if gpu else 8 - 8 % p
+    rank, unit, times = rank_in(groups.pp), 0.02, {}
+    if gpu:
+        torch.manual_seed(0)
+        model = base.GPT(base.GPTConfig(256, 1024, 8 * p, 16, 2048)).to(here(), torch.bfloat16)
+        like = torch.empty(4, 1024, 2048, device=here(), dtype=torch.bfloat16)
+        tokens = [torch.zeros(4, 1024, dtype=torch.int64, device=here())] * m
+        times = stage_times(Stage(model, rank, p, queue), queue, tokens[0] if rank == 0 else torch.randn_like(like))
+    for name, schedule in SCHEDULES.items():
+        chunks = 2 if name == "interleaved" else 1
+        lists = schedule(p, m)
+        simulated = simulate(lists, costs_of(name)).bubble
+        rows.append(Row(f"{name}: bubble", FORMULAS[name], bubble_formula(name, p, m), simulated, "", (0.999, 1.001)))
+        rows.append(Row(f"{name}: in flight", "at the first rank", peak_formula(name, p, m, 0),
+                        simulate(lists, costs_of(name)).peak[0], "", (1, 1)))
+        if gpu:
+            stages = [Stage(model, c * p + rank, chunks * p, queue) for c in range(chunks)]
+            loss, work = (lambda y, i: y.float().square().mean()), sum(times.values()) * m / 1e3
+        else:
+            seconds = {key: unit / chunks for key in "FBW"}
+            stages = [lambda x, seconds=seconds: _Sleep.apply(x, seconds, queue)] * chunks
+            like, loss, work = torch.zeros(1, 8), (lambda y, i: y.sum()), 3 * unit * m
+        spans = []
+        for _ in range(4):
+            inputs = tokens if gpu else [torch.zeros(1, 8, requires_grad=True) for _ in range(m)]
+            everybody()
+            start = time.perf_counter()
+            run_pipeline(lists[rank], stages, queue, inputs, loss, groups, like)
+            everybody()
+            spans.append(time.perf_counter() - start)
+        predicted = simulate(lists, costs_of(name, **times)).bubble
+        what = "simulated, with times" if gpu else "the same, ranks sleep"
+        rows.append(Row(f"{name}: by {p} processes", what, predicted, sorted(spans[1:])[1] / work - 1, "", None))
+    return rows
+
+
+def stage_times(stage, queue, x):
+    """Milliseconds of forward, input gradient and weight gradients of a stage on this GPU: {"F", "B", "W"}."""
+    found = []
+    for _ in range(6):
+        marks = [time_mark()]
+        y = stage(x.requires_grad_() if x.is_floating_point() else x)
+        marks.append(time_mark())
+        queue.waiting = []
+        y.backward(y.detach())
+        marks.append(time_mark())
+        waiting, queue.waiting = queue.waiting, None
+        for work in waiting:
+            work()
+        marks.append(time_mark())
+        torch.cuda.synchronize()
+        found.append([a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False)])
+    stage.zero_grad()
+    return dict(zip("FBW", torch.tensor(found[1:]).median(0).values.tolist(), strict=True))
+
+
+FORMULAS = {"gpipe": "(p-1)/m", "1f1b": "(p-1)/m", "interleaved": "(p-1)/(m v), v = 2",
+            "zero-bubble": "(p-1)(F+B-W)/m(F+B+W)"}
+
+
+def time_mark():
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def everybody():
+    """A barrier, at which this rank's GPU, too, has finished."""
+    if here().type == "cuda":
+        torch.cuda.synchronize()
+    dist.barrier()
+    if here().type == "cuda":
+        torch.cuda.synchronize()
+
+
+def measure_memory_instead():
+    """Peak and time of forward and backward with everything kept, recomputed, offloaded."""
+    rows, gpu = [], here().type == "cuda"
+    config = base.GPTConfig(256, 2048, 12, 16, 2048) if gpu else base.GPTConfig(64, 256, 8, 4, 128)
+    tokens = torch.randint(64, (4, config.seq), generator=torch.Generator().manual_seed(0)).to(here())
+    kept = base.activation_bytes(config, tokens.numel(), gpu, fused_norm=gpu)
+    stream = 4 * config.layers * tokens.numel() * config.dim  # and at the peak, the gradients of one MLP's middle
+    again = stream + kept / config.layers + 8 * (2 if gpu else 4) * tokens.numel() * config.dim
+    formulas = dict(kept=("01's activation_bytes", kept, (0.95, 1.05)), offloaded=("what is in flight", None, None),
+                    recomputed=("4 L N D + layer, 8 D grads", again, (0.9, 1.1)))
+    with tempfile.TemporaryDirectory() as folder:
+        for way, (formula, predicted, band) in formulas.items():
+            torch.manual_seed(0)
+            model, counts = base.GPT(config).to(here()), Counter()
+            if way == "recomputed":
+                recompute(model)
+
+            def step(model=model, way=way, counts=counts):
+                offload = Offload(model, None if gpu else folder) if way == "offloaded" else None
+                with offload or contextlib.nullcontext(), torch.autocast(here().type, torch.bfloat16, enabled=gpu):
+                    loss = model(tokens).square().mean()
+                loss.backward()
+                if offload:
+                    offload.close()
+                    counts.update(offload.counts)
+                model.zero_grad()
+
+            step()
+            counts.clear()
+            peak = base.peak_bytes(step, here())
+            if counts:
+                notes.append(
+                    f"offloaded: {counts['bytes'] / MIB:.0f} MiB in {counts['storages']} storages, saved "
+                    f"{counts['tensors']} times; {counts['forwarded']} forwarded, {counts['late']} not yet there")
+            timing = base.bench(step, here(), warmup=0, runs=3)
+            rows.append(Row(f"{way}: peak of a step", formula, predicted and predicted / MIB, peak / MIB, band=band))
+            rows.append(Row(f"{way}: time of a step", "-", None, timing.median, "ms", None))
+    return rows
+
+
+def measure_overlap():
+    """GPUs: backward of a model of 0.6 billion parameters, its gradients in fp32 summed never, after it, during it."""
+    n, rows = dist.get_world_size(), []
+    torch.manual_seed(0)
+    model = base.GPT(base.GPTConfig(256, 1024, 12, 16, 2048)).to(here())
+    model.classifier.requires_grad_(False)
+    handle = data_parallel(model, mesh(dp=n).data)
+    parameters = [p for bucket in handle.buckets.buckets for p in bucket]
+    tokens = torch.zeros(8, 1024, dtype=torch.int64, device=here())
+
+    def timed(way):
+        marks = []
+        for _ in range(6):
+            model.zero_grad()
+            handle.enabled = way == "during"
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = model(tokens).float().square().mean()
+            everybody()
+            start = time_mark()
+            if way == "alone":
+                for p in parameters:
+                    p.grad = torch.zeros_like(p)
+                everybody()
+                start = time_mark()
+            else:
+                loss.backward()
+            handle.enabled = True
+            if way in ("after", "alone"):
+                for p in parameters:
+                    handle.buckets.ready(p)
+            if way != "never":
+                handle.finish()
+            stop = time_mark()
+            torch.cuda.synchronize()
+            marks.append(start.elapsed_time(stop))
+        return sorted(marks[1:])[2]
+
+    never, after, during, alone = (timed(way) for way in ("never", "after", "during", "alone"))
+    last = sum(p.numel() for p in handle.buckets.buckets[-1]) / sum(p.numel() for p in parameters)
+    rows.append(Row("backward", "-", None, never, "ms", None))
+    rows.append(Row("sum of gradients", "-", None, alone, "ms", None))
+    rows.append(Row("backward, then the sum", "t + s", never + alone, after, "ms", None))
+    rows.append(Row("the sum during backward", "t + s last bucket/all", never + alone * last, during, "ms", None))
+    hidden = (after - during) / alone
+    rows.append(Row("share of the sum that is hidden", "1 - last bucket/all", 1 - last, hidden, "", None))
+    return rows
+
+
+def subgroups():
+    """(k, groups with tp = k) for 1, 2, 4, ... ranks: the world as several groups of k, all at work."""
+    n, k = dist.get_world_size(), 1
+    while n % k == 0:
+        yield k, mesh(dp=n // k, tp=k)
+        k *= 2
+
+
+def measure_tensor():
+    """GPUs: one layer forward and backward, D = 4096, 8192 tokens, bf16, over 1, 2, 4 GPUs."""
+    rows, config, alone = [], base.GPTConfig(256, 1024, 1, 32, 4096), None
+    for k, groups in subgroups():
+        for sequence in (False, True)[: 1 + (k > 1)]:
+            torch.manual_seed(0)
+            model = base.GPT(config).to(here(), torch.bfloat16)
+            tensor_parallel(model, groups.tp, sequence)
+            x = torch.randn(8, 1024 // (k if sequence else 1), 4096, device=here(), dtype=torch.bfloat16)
+            x.requires_grad_()
+
+            def step(model=model, x=x):
+                y = run_blocks(model, x)
+                y.backward(y.detach())
+
+            everybody()
+            time_ = base.bench(step, here(), warmup=5, runs=15).median
+            if k == 1:
+                alone = time_
+                rows.append(Row("a layer on 1 GPU", "-", None, alone, "ms", None))
+                continue
+            message = torch.zeros(8, 1024, 4096, device=here(), dtype=torch.bfloat16)
+            everybody()
+            one_sum = base.bench(lambda m=message, g=groups: dist.all_reduce(m, group=g.tp), here(), 5, 15).median
+            name = f"a layer, TP = {k}" + (" + SP" if sequence else "")
+            formula = "t/n + 5 all-reduces" if sequence else "t/n + 4 all-reduces"
+            rows.append(Row(name, formula, alone / k + (5 if sequence else 4) * one_sum, time_, "ms", None))
+            rows.append(Row(f"{name}: speed-up", "-", None, alone / time_, "", None))
+    return rows
+
+
+def measure_vocabulary(N=8192, V=256000, D=2304):
+    """GPUs: cut cross-entropy, loss and exact gradients, over 1, 2, 4 GPUs: time, and bytes beyond inputs."""
+    rows, alone, alone_bytes = [], None, None
+    for k, groups in subgroups():
+        start, stop = shares(V, k)[rank_in(groups.tp)]
+        E, C, _, x = base.random_problem(N, V, D, torch.bfloat16, here(), bias=False, ignored=0.0)
+        C = C.detach()[start:stop].clone().requires_grad_()
+
+        def step(E=E, C=C, x=x, groups=groups):
+            E.grad = C.grad = None
+            vocab_parallel_cross_entropy(E, C, x, groups.tp, V).backward()
+
+        everybody()
+        time_ = base.bench(step, here(), warmup=3, runs=9).median
+        E.grad = C.grad = None
+        peak = base.peak_bytes(step, here()) / MIB
+        if k == 1:
+            alone, alone_bytes = time_, peak
+        rows.append(Row(f"loss and gradients, {k} GPU(s)", "t/n", alone / k, time_, "ms", None))
+        rows.append(Row(f"their peak, {k} GPU(s)", "peak/n", alone_bytes / k, peak, "MiB", None))
+    return rows
+
+
+def measure_ring(B=1, H=16, T=65536, d=128):
+    """GPUs: causal attention of one sequence forward and backward, over all ranks."""
+    n, rows, alone = dist.get_world_size(), [], None
+    group = mesh(cp=n).cp
+    for name, ways in (("on 1 GPU", None), ("contiguous", False), ("zigzag", True)):
+        torch.manual_seed(0)
+        shape = (B, H, T if ways is None else T // n, d)
+        q, k, v = (torch.randn(shape, device=here(), dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+
+        def step(q=q, k=k, v=v, ways=ways):
+            out = base.causal_attention(q, k, v) if ways is None else ring_attention(q, k, v, group, ways)
+            out.backward(q.detach())
+
+        everybody()
+        time_ = base.bench(step, here(), warmup=2, runs=7).median
+        alone = time_ if ways is None else alone
+        share = 1.0 if ways is None else max(attention_work(T, n, ways)) / (T * (T + 1) // 2)
+        rows.append(Row(f"attention, {T:,} keys, {name}", "t x most pairs of a rank", alone * share, time_, "ms", None))
+    return rows
+
+
+notes = []  # lines that are printed after the rows
+CHECKS = [check_groups, check_data_parallel, check_zero, check_tensor_parallel, check_vocabulary, check_forge,
+          check_schedules, check_pipeline, check_context, check_mesh, check_memory_instead]
+MEASUREMENTS = [measure_zero, measure_activations, measure_bubbles, measure_memory_instead]
+ON_GPUS = [measure_overlap, measure_tensor, measure_vocabulary, measure_ring]
+
+
+def everything():
+    """All checks and measurements, on the ranks of this world: (fp64 errors, rows, notes)."""
+    meet("the start", TIMEOUT)
+    errors = {check.__name__[6:]: check() for check in CHECKS}
+    rows = []
+    for measure in MEASUREMENTS + ON_GPUS * (here().type == "cuda"):
+        rows += measure()
+        if here().type == "cuda":
+            torch.cuda.empty_cache()
+    return errors, rows, notes
+
+
+def under_torchrun(device):
+    """This process as one rank of torchrun's. OSError, with one line, when the others do not come."""
+    rank, world = os.environ["RANK"], os.environ["WORLD_SIZE"]
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    try:
+        base.join_group(device or device_for(local), TIMEOUT)
+        result = everything()
+        dist.destroy_process_group()
+        return result
+    except RuntimeError as error:
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        reason = " ".join(str(error).split())[:200]
+        raise OSError(f"rank {rank} of {world}, at {where}: the others did not come or went: {reason}") from None
+
+
+def body(device, ledger, args):
+    torchrun = "RANK" in os.environ
+    ranks = int(os.environ["WORLD_SIZE"]) if torchrun else args.ranks or 2
+    if torchrun and args.ranks not in (None, ranks):
+        raise ValueError(f"--ranks {args.ranks}: torchrun has started {ranks}: leave --ranks out")
+    if ranks < 2:
+        raise ValueError(f"--ranks {ranks}: nothing is parallel there: use 2 or more")
+    if args.device == "cuda" and not torchrun and device_for(ranks) == "cpu":
+        raise ValueError(f"--ranks {ranks} --device cuda: {torch.cuda.device_count()} GPUs here: use as many ranks, or "
+                         "--device cpu")
+    if torchrun:
+        errors, rows, said = under_torchrun(args.device)
+    else:
+        errors, rows, said = in_ranks("everything", ranks, device=args.device)
+    where = args.device or device_for(ranks)
+    print(f"{ranks} processes on {'GPUs, NCCL' if where == 'cuda' else 'the CPU, gloo'}; checks passed: "
+          + ", ".join(check.__name__[6:] for check in CHECKS) + "\n")
+    for check, error in errors.items():
+        pairs_ = zip((check, "sequence parallel"), error if isinstance(error, list) else [error], strict=False)
+        for name, value in pairs_:
+            if value is not None:
+                ledger.row(f"{name.replace('_', ' ')}: error", "fp64, against serial", 1e-12, value, "", (0, 1))
+    for row in rows:
+        ledger.row(*row)
+    print()
+    for line in said:
+        print(line)
+    for zigzag in (False, True):
+        print(f"ring attention, {'zigzag' if zigzag else 'contiguous'}: pairs of 64 positions a rank "
+              f"{attention_work(64, ranks, zigzag)}")
+    p, m = 4, 8
+    print(f"\nschedules, {p} ranks, {m} micro-batches: digits forward, letters backward, * weights, . waiting")
+    for name, schedule in SCHEDULES.items():
+        cost = dict(F=1, B=1, W=1) if name == "zero-bubble" else dict(F=1, B=2, W=0)
+        for rank, line in enumerate(gantt(schedule(p, m), cost)):
+            print(f"  {name if rank == 0 else '':<12} {line}")
+
+
+def add_arguments(parser):
+    parser.add_argument("--ranks", type=int, help="processes (default: 2)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where every rank can have a GPU")
+
+
+if __name__ == "__main__":
+    if os.environ.get("RANK", "0") != "0":  # one process of torchrun's speaks
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    sys.exit(base.run_stage(__file__, __doc__, globals(), body, "python 06_low_comm_sync.py", add_arguments))
+
+
+# Exercises
+#   1. Let data_parallel send bf16 (reduce a copy of each bucket): which check tells? What would 06's feedback do?
+#   2. Write the V-shaped schedule: two chunks a rank, the second in reverse order, as a list, and simulate its bubble.
+#   3. Hide tensor parallelism's sums: cut the batch in two, and let one half's sum run under the other's products.
