@@ -6,7 +6,7 @@ The problem in one number
     PyTorch over torch.distributed, and every one gives the gradients of the uncut model: in fp64 to 12 digits or more,
     where only the order of sums differs, and bit for bit where not even that does.
 
-The maths                                n ranks, P parameters of w bytes, gradients of g, optimizer states of o; Psi = P w
+The maths                             n ranks; P parameters of w bytes, gradients of g, optimizer states of o; Psi = P w
     data (section 2)      sum over ranks of dW               2 Psi (n-1)/n bytes sent; ZeRO cuts o, then g, then w
     tensor (3)            Y = X [A1 A2], Z = [Y1 Y2] [B1; B2] = Y1 B1 + Y2 B2          one sum forward, one backward
     vocabulary (4)        lse = m + log sum_r exp(lse_r - m), m = max_r lse_r          one MAX, one SUM of 2 N numbers
@@ -36,8 +36,11 @@ import functools
 import importlib
 import math
 import os
+import socket
+import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -214,11 +217,15 @@ class Buckets:
         if i not in self.flat:
             bucket = self.buckets[i]
             room = -(-sum(p.numel() for p in bucket) // self.multiple) * self.multiple
-            self.flat[i] = torch.zeros(room, dtype=bucket[0].dtype, device=bucket[0].device)
+            self.flat[i] = torch.empty(room, dtype=bucket[0].dtype, device=bucket[0].device)
+            self.flat[i][sum(p.numel() for p in bucket) :].zero_()
         return self.flat[i]
 
     def launch(self):
         i = len(self.works)
+        for p in self.missing[i]:
+            start = self.place[p][1]
+            self.fill(i)[start : start + p.numel()].zero_()
         self.works.append(self.reduce(i, self.fill(i)))
         if i and not self.keep:
             self.wait(i - 1)
@@ -256,7 +263,7 @@ def global_count(kept, group):
     return all_reduce(kept.sum(), group).clamp(min=1)
 
 
-class DataParallel:
+class DataParallel(Buckets):
     """What data_parallel returns. Set `enabled` to False for all but the last micro-batch of a step."""
 
     def __init__(self, parameters, group, bucket_mib):
@@ -267,21 +274,12 @@ class DataParallel:
                 room = bucket_mib * MIB
             buckets[-1].append(p)
             room -= p.nbytes
-        self.buckets = Buckets(buckets, functools.partial(start_all_reduce, group=group))
-
-    @property
-    def enabled(self):
-        return self.buckets.enabled
-
-    @enabled.setter
-    def enabled(self, value):
-        self.buckets.enabled = value
+        super().__init__(buckets, functools.partial(start_all_reduce, group=group))
 
     def finish(self):
         """After backward, before the optimizer: wait for the sums; every p.grad is a view into its bucket."""
-        for i, flat in self.buckets.finish().items():
-            bucket = self.buckets.buckets[i]
-            for p, view in zip(bucket, views(flat, bucket), strict=True):
+        for i, flat in super().finish().items():
+            for p, view in zip(self.buckets[i], views(flat, self.buckets[i]), strict=True):
                 p.grad = view
 
 
@@ -292,7 +290,7 @@ def start_all_reduce(i, flat, group):
     return dist.all_reduce(flat, group=group, async_op=True)
 
 
-def data_parallel(model, group, bucket_mib=25):
+def data_parallel(model, group, bucket_mib=100):
     """Sum gradients over the group during backward. Returns a DataParallel, whose finish() has to be called after it.
 
     Gradients are SUMS over ranks: divide a rank's summed token losses by global_count. Parameters are taken from rank 0
@@ -376,16 +374,19 @@ class Zero:
         """Start the reduce-scatter of unit i's gradients."""
         if self.stage == 3:
             self.drop(i)
-        shard = self.gradients[i] = torch.empty_like(self.mine(flat)) if self.stage > 1 else self.mine(flat)
+        shard = self.gradients[i] = torch.empty_like(self.mine(flat))
         if self.group is None:
             shard.copy_(flat)
             return None
         count("reduce-scatter", flat.nbytes, self.group)
-        return scatter_single(shard, flat if self.stage > 1 else flat.clone(), group=self.group, async_op=True)
+        return scatter_single(shard, flat, group=self.group, async_op=True)
 
     def finish(self):
         """Wait for the sums of this rank's shards."""
         self.whole = self.buckets.finish()
+        for k, flat in self.whole.items():  # stage 1 keeps all gradients; its own are sums now
+            i = len(self.units) - 1 - k
+            self.gradients[i] = self.mine(flat).copy_(self.gradients[i])
         for i, shard in enumerate(self.shards):
             shard.grad = self.gradients[i].to(shard.dtype)
 
@@ -430,8 +431,8 @@ def identity(x, group):
 
 
 def enter(x, group, sequence=False):
-    """Before matrices that are cut over the group: f, of x (B, T, D), the same on all ranks; or with `sequence`, gather,
-    of this rank's positions x (B, T/n, D)."""
+    """Before matrices that are cut over the group: f, of x (B, T, D), the same on all ranks; or with `sequence`,
+    gather, of this rank's positions x (B, T/n, D)."""
     pair = (gather, scatter) if sequence else (identity, all_reduce)
     return x if group is None else _Conjugate.apply(x, group, *pair)
 
@@ -799,8 +800,9 @@ def run_pipeline(ops, stages, queue, inputs, loss, groups, like):
 
     stages: [module] a chunk. inputs: [micro-batch] for the first stage. loss(y, i): scalar, of the last stage's output
     for micro-batch i, its share of the whole loss. groups: of make_groups(pp=...). like: an empty tensor of the shape,
-    dtype and device of what stages hand on. A send waits for nobody; a receive waits, where its operation begins."""
-    p, rank, total, sending, kept = size(groups.pp), rank_in(groups.pp), 0.0, [], {}
+    dtype and device of what stages hand on. Sends wait for nobody; what the next operation needs comes during this one.
+    """
+    p, rank, total, sending, coming, kept = size(groups.pp), rank_in(groups.pp), 0.0, [], {}, {}
     split, ends = any(op.kind == "W" for op in ops), p * len(stages) - 1
 
     def wire(kind, source):  # one order of messages each, or NCCL would wait: by direction and by the sender's parity
@@ -811,15 +813,26 @@ def run_pipeline(ops, stages, queue, inputs, loss, groups, like):
         sending.append((dist.isend(tensor, group=wire(kind, rank), group_dst=to % p), tensor))  # alive until it is sent
         sent["send"] += tensor.nbytes
 
-    def receive(kind, source):
-        tensor = torch.empty_like(like)
-        dist.recv(tensor, group=wire(kind, source % p), group_src=source % p)
+    def expect(op):
+        """Start to receive what this operation needs."""
+        stage = op.chunk * p + rank
+        source = {"F": rank - 1 if stage else None, "B": rank + 1 if stage < ends else None, "W": None}[op.kind]
+        if op not in coming and source is not None:
+            tensor = torch.empty_like(like)
+            coming[op] = tensor, dist.irecv(tensor, group=wire(op.kind, source % p), group_src=source % p)
+
+    def receive(op):
+        tensor, work = coming.pop(op)
+        work.wait()
         return tensor
 
-    for op in ops:
+    for op, following in zip(ops, [*ops[1:], None], strict=True):
         stage, key = op.chunk * p + rank, (op.micro, op.chunk)
+        expect(op)
+        if following:
+            expect(following)  # it travels while this one is computed
         if op.kind == "F":
-            x = inputs[op.micro] if stage == 0 else receive("F", rank - 1).requires_grad_()
+            x = inputs[op.micro] if stage == 0 else receive(op).requires_grad_()
             y = stages[op.chunk](x)
             if stage == ends:
                 y = loss(y, op.micro)
@@ -830,7 +843,7 @@ def run_pipeline(ops, stages, queue, inputs, loss, groups, like):
         elif op.kind == "B":
             x, y = kept.pop(key)
             queue.waiting = [] if split else None
-            y.backward(None if stage == ends else receive("B", rank + 1))
+            y.backward(None if stage == ends else receive(op))
             if stage:
                 send("B", x.grad, rank - 1)
             if split:
@@ -848,8 +861,8 @@ def run_pipeline(ops, stages, queue, inputs, loss, groups, like):
 
 
 def chunks_of(rank, n, zigzag):
-    """The chunks of the sequence that a rank has: chunk `rank` of n; or, of 2 n, one from the front and its mirror image
-    from the back: under a causal mask late positions have more keys, and so all ranks have equally many."""
+    """The chunks of the sequence that a rank has: chunk `rank` of n; or, of 2 n, one from the front and its mirror
+    image from the back: under a causal mask late positions have more keys, and so all ranks have equally many."""
     return [rank, 2 * n - 1 - rank] if zigzag else [rank]
 
 
@@ -870,34 +883,46 @@ def attention_work(T, n, zigzag):
     return [sum(width * (width + 1) // 2 + c * width * width for c in chunks) for chunks in mine]
 
 
-def flash(q):
-    return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
+def library_kernel(q):
+    """Which fused kernel of torch does a block of attention and gives its lse: cuDNN's on Hopper and later, twice as
+    fast there as the flash kernel of earlier GPUs; None (the formula below) for other dtypes, and on a CPU."""
+    if not (q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)):
+        return None
+    return "cudnn" if torch.cuda.get_device_capability(q.device)[0] >= 9 else "flash"
 
 
 def block_attention(q, k, v, causal):
     """q (B, H, Tq, d), k, v (B, H, Tk, d) -> attention over these keys alone (B, H, Tq, d) and its lse (B, H, Tq)."""
-    if flash(q):  # the library's kernel, and what it keeps for its backward
+    kernel = library_kernel(q)
+    if kernel == "cudnn":
+        out, lse = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False)[:2]
+        return out, lse.squeeze(-1)
+    if kernel == "flash":
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
-    scores = q @ k.mT / math.sqrt(q.shape[-1])  # (B, H, Tq, Tk)
-    if causal:
-        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1), -math.inf)
+    scores = block_scores(q, k, causal)
     lse = scores.logsumexp(-1)  # (B, H, Tq)
     return (scores - lse.unsqueeze(-1)).exp() @ v, lse
+
+
+def block_scores(q, k, causal):
+    """(B, H, Tq, Tk); causal: of a block on the diagonal, whose queries and keys are the same positions."""
+    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    return scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf) if causal else scores
 
 
 def block_gradients(dout, q, k, v, out, lse, causal):
     """dq, dk, dv of one block of keys, given out and lse over ALL keys: probabilities are exp(score - lse) whatever
     block they are made in, and the softmax's correction sum(dout * out) is a number a query."""
-    if flash(q):
-        zero = torch.zeros((), dtype=torch.int64, device=q.device)  # the state of a dropout that is off
+    kernel, Tq, Tk = library_kernel(q), q.shape[2], k.shape[2]
+    zero = torch.zeros((), dtype=torch.int64, device=q.device) if kernel else None  # the state of a dropout that is off
+    if kernel == "cudnn":
+        return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            dout, q, k, v, out, lse.unsqueeze(-1), zero, zero, None, None, None, Tq, Tk, 0.0, causal)
+    if kernel == "flash":
         return torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            dout, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, zero, zero)
-    scale = 1 / math.sqrt(q.shape[-1])
-    scores = q @ k.mT * scale
-    if causal:
-        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1), -math.inf)
-    P = (scores - lse.unsqueeze(-1)).exp()  # (B, H, Tq, Tk)
-    dS = P * (dout @ v.mT - (dout * out).sum(-1, keepdim=True)) * scale
+            dout, q, k, v, out, lse, None, None, Tq, Tk, 0.0, causal, zero, zero)
+    P = (block_scores(q, k, causal) - lse.unsqueeze(-1)).exp()  # (B, H, Tq, Tk)
+    dS = P * (dout @ v.mT - (dout * out).sum(-1, keepdim=True)) / math.sqrt(q.shape[-1])
     return dS @ k, dS.mT @ q, P.mT @ dout
 
 
@@ -1033,7 +1058,7 @@ class Offload(saved_tensors_hooks):
     are fetched before they are asked for. counts: tensors saved, storages, bytes, forwarded, late. SSDTrain 2408.10013.
     """
 
-    def __init__(self, model, folder=None, least=2**14, ahead=4):
+    def __init__(self, model, folder=None, least=2**14, ahead=8):
         self.stay = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
         self.folder, self.least, self.ahead, self.counts = folder, least, ahead, Counter()
         self.copies, self.known, self.flying, self.stream = [], {}, [], None
@@ -1069,16 +1094,17 @@ class Offload(saved_tensors_hooks):
             earlier.prefetch()
         return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, stride)
 
-    def on_stream(self):
-        self.stream = self.stream or torch.cuda.Stream()
+    def on_stream(self, device):
+        self.stream = self.stream or torch.cuda.Stream(device)  # the thread has no current device of its own
         return torch.cuda.stream(self.stream)
 
     def close(self):
-        """Wait for copies that are still being made, and delete the files."""
+        """Wait for copies that are still being made; delete the files, or give the host memory back."""
         self.thread.shutdown()
         for saved in self.copies:
             if saved.file:
                 saved.file.unlink(missing_ok=True)
+            saved.host = None
 
 
 class StorageCopy:
@@ -1094,7 +1120,7 @@ class StorageCopy:
     def write(self, original, event):
         host = original
         if event:  # on a GPU: a stream of its own copies, while the others compute
-            with self.owner.on_stream():
+            with self.owner.on_stream(self.device):
                 event.wait()
                 host = torch.empty(self.size, dtype=torch.uint8, pin_memory=True).copy_(original, non_blocking=True)
                 self.owner.stream.synchronize()
@@ -1123,7 +1149,7 @@ class StorageCopy:
             with self.file.open("rb") as file:
                 file.readinto(host.numpy())
         if event:
-            with self.owner.on_stream():
+            with self.owner.on_stream(self.device):
                 event.wait()
                 target.copy_(host, non_blocking=True)
                 self.owner.stream.synchronize()
@@ -1177,6 +1203,7 @@ def in_ranks(function, ranks, *arguments, device=None, timeout=TIMEOUT):
                 raise OSError(f"a rank was ended from outside: {error}") from None
             kinds = {kind: text for text in said if (kind := text.partition(":")[0])}
             first = next((kind for kind in ("AssertionError", "ValueError") if kind in kinds), min(kinds))
+            said = {text: who for text, who in said.items() if text.startswith(first)}
             text = "; ".join(f"rank {', '.join(who)}: {text.partition(':')[2]}" for text, who in said.items())
             raise {"AssertionError": AssertionError, "ValueError": ValueError}.get(first, OSError)(text) from None
         return torch.load(Path(folder, "0.pt"), weights_only=False)
@@ -1285,8 +1312,8 @@ def compare(name, got, want, tolerance=1e-12):
 
 
 def equal_to_serial(name, parallel, serial):
-    """parallel(dtype), serial(dtype) -> {name: tensor}. In fp64 equal to 1e-12. In fp32 and bf16 the three-way rule: the
-    error against fp64 exceeds that of the serial model in that dtype by at most a rounding. Returns fp64's error."""
+    """parallel(dtype), serial(dtype) -> {name: tensor}. In fp64 equal to 1e-12. In fp32 and bf16 the three-way rule:
+    the error against fp64 exceeds that of the serial model in that dtype by one rounding at most. Returns fp64's."""
     exact = serial(torch.float64)
     worst = compare(name, parallel(torch.float64), exact)
     for dtype in (torch.float32, torch.bfloat16):
@@ -1357,7 +1384,7 @@ def check_data_parallel():
     model, group = tiny(n), mesh(dp=n).data
     batches, mine = batches_of(model, n)
     handle = data_parallel(model, group, bucket_mib=0.01)
-    require(len(handle.buckets.buckets) > 3, "too few buckets to test their order")
+    require(len(handle.buckets) > 3, "too few buckets to test their order")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     def step():
@@ -1687,8 +1714,9 @@ def check_context():
     for zigzag in (False, True):
         name = "zigzag" if zigzag else "contiguous"
         worst = max(worst, equal_to_serial(name, functools.partial(parallel, zigzag=zigzag), serial))
-    work = [attention_work(64, n, zigzag) for zigzag in (False, True)]
-    require(sum(work[0]) == sum(work[1]) == 64 * 65 // 2, f"pairs are lost: {work}")
+    T = 32 * n
+    work = [attention_work(T, n, zigzag) for zigzag in (False, True)]
+    require(sum(work[0]) == sum(work[1]) == T * (T + 1) // 2, f"pairs are lost: {work}")
     require(len(set(work[1])) == 1, f"zigzag is not balanced: {work[1]}")
     if n > 1:
         must_raise("pad the sequence", lambda: split_sequence(torch.zeros(1, 2 * n + 1), group))
@@ -1737,11 +1765,14 @@ def check_memory_instead():
     exact = sdpa_kernel(SDPBackend.MATH)  # others may add up in any order on a GPU
     with tempfile.TemporaryDirectory() as folder, exact:
         results = {}
-        for way in ("plain", "recompute", "file", *(["host"] if device.type == "cuda" else [])):
-            model = small_model(device)
+        for way in ("plain", "recompute", "file", "in flight", *(["host"] if device.type == "cuda" else [])):
+            model, offload, held_up = small_model(device), None, threading.Event()
             if way == "recompute":
                 recompute(model)
-            offload = Offload(model, folder if way == "file" else None) if way in ("file", "host") else None
+            elif way != "plain":
+                offload = Offload(model, None if way == "host" else folder, ahead=10**6 if way == "in flight" else 4)
+            if way == "in flight":  # nothing is written before backward is over
+                offload.thread.submit(held_up.wait)
             for _ in range(2):
                 with offload or contextlib.nullcontext():
                     loss = model(tokens).square().mean()
@@ -1749,11 +1780,13 @@ def check_memory_instead():
                     loss.backward()
                 except RuntimeError as error:  # a storage of another size, say
                     raise AssertionError(f"{way}: {error}") from None
+            held_up.set()
             if offload:
                 offload.close()
                 counts = offload.counts
                 require(counts["tensors"] > counts["storages"] > 20, f"{way}: nothing was saved twice: {counts}")
-                require(counts["forwarded"] > 0, f"{way}: what was just written was read again: {counts}")
+                forwarded = counts["forwarded"] == counts["tensors"]
+                require(forwarded or way != "in flight", f"what was still in flight was waited for: {counts}")
             results[way] = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         for way, got in results.items():
             for name, gradient in got.items():
@@ -1935,7 +1968,7 @@ def measure_bubbles():
     cores, their layers sleep; on GPUs they compute, and the simulation has their measured times."""
     p, rows, queue, gpu = dist.get_world_size(), [], WeightQueue(), here().type == "cuda"
     groups, m = mesh(pp=p), 2 * p if gpu else 8 - 8 % p
-    rank, unit, times = rank_in(groups.pp), 0.02, {}
+    rank, unit, times = rank_in(groups.pp), 0.015, {}
     if gpu:
         torch.manual_seed(0)
         model = base.GPT(base.GPTConfig(256, 1024, 8 * p, 16, 2048)).to(here(), torch.bfloat16)
@@ -1957,7 +1990,7 @@ def measure_bubbles():
             stages = [lambda x, seconds=seconds: _Sleep.apply(x, seconds, queue)] * chunks
             like, loss, work = torch.zeros(1, 8), (lambda y, i: y.sum()), 3 * unit * m
         spans = []
-        for _ in range(4):
+        for _ in range(6 if gpu else 3):
             inputs = tokens if gpu else [torch.zeros(1, 8, requires_grad=True) for _ in range(m)]
             everybody()
             start = time.perf_counter()
@@ -1966,7 +1999,10 @@ def measure_bubbles():
             spans.append(time.perf_counter() - start)
         predicted = simulate(lists, costs_of(name, **times)).bubble
         what = "simulated, with times" if gpu else "the same, ranks sleep"
-        rows.append(Row(f"{name}: by {p} processes", what, predicted, sorted(spans[1:])[1] / work - 1, "", None))
+        if times and name == "gpipe":
+            notes.append("a stage's " + ", ".join(f"{key} {value:.2f} ms" for key, value in times.items()))
+        bubble = statistics.median(spans[1:]) / work - 1
+        rows.append(Row(f"{name}: by {p} processes", what, predicted, bubble, "", None))
     return rows
 
 
@@ -2012,13 +2048,15 @@ def everybody():
 def measure_memory_instead():
     """Peak and time of forward and backward with everything kept, recomputed, offloaded."""
     rows, gpu = [], here().type == "cuda"
-    config = base.GPTConfig(256, 2048, 12, 16, 2048) if gpu else base.GPTConfig(64, 256, 8, 4, 128)
+    config = base.GPTConfig(256, 2048, 12, 16, 2048) if gpu else base.GPTConfig(64, 256, 6, 4, 128)
     tokens = torch.randint(64, (4, config.seq), generator=torch.Generator().manual_seed(0)).to(here())
     kept = base.activation_bytes(config, tokens.numel(), gpu, fused_norm=gpu)
-    stream = 4 * config.layers * tokens.numel() * config.dim  # and at the peak, the gradients of one MLP's middle
-    again = stream + kept / config.layers + 8 * (2 if gpu else 4) * tokens.numel() * config.dim
+    stream = 4 * config.layers * tokens.numel() * config.dim
+    weights = 4 * 12 * config.layers * config.dim**2  # gradients grow as the kept streams shrink
+    middle = 4 * (2 if gpu else 4) * tokens.numel() * config.dim  # the first gradient inside a layer
+    again = max(stream, weights) + kept / config.layers + middle
     formulas = dict(kept=("01's activation_bytes", kept, (0.95, 1.05)), offloaded=("what is in flight", None, None),
-                    recomputed=("4 L N D + layer, 8 D grads", again, (0.9, 1.1)))
+                    recomputed=("max(4 L N D, dW) + a layer", again, (0.9, 1.1)))
     with tempfile.TemporaryDirectory() as folder:
         for way, (formula, predicted, band) in formulas.items():
             torch.manual_seed(0)
@@ -2050,51 +2088,55 @@ def measure_memory_instead():
 
 
 def measure_overlap():
-    """GPUs: backward of a model of 0.6 billion parameters, its gradients in fp32 summed never, after it, during it."""
-    n, rows = dist.get_world_size(), []
-    torch.manual_seed(0)
-    model = base.GPT(base.GPTConfig(256, 1024, 12, 16, 2048)).to(here())
-    model.classifier.requires_grad_(False)
-    handle = data_parallel(model, mesh(dp=n).data)
-    parameters = [p for bucket in handle.buckets.buckets for p in bucket]
-    tokens = torch.zeros(8, 1024, dtype=torch.int64, device=here())
+    """GPUs: backward of 0.6 billion parameters, whose gradients in fp32 are summed never, after it, during it; and
+    torch's DistributedDataParallel."""
+    group = mesh(dp=dist.get_world_size()).data
 
-    def timed(way):
-        marks = []
-        for _ in range(6):
+    def build():
+        torch.manual_seed(0)
+        model = base.GPT(base.GPTConfig(256, 1024, 12, 16, 2048)).to(here())
+        model.classifier.requires_grad_(False)
+        return model
+
+    def backward_time(model, finish=lambda: None):
+        tokens, times = torch.zeros(8, 1024, dtype=torch.int64, device=here()), []
+        for _ in range(8):
             model.zero_grad()
-            handle.enabled = way == "during"
             with torch.autocast("cuda", torch.bfloat16):
                 loss = model(tokens).float().square().mean()
             everybody()
             start = time_mark()
-            if way == "alone":
-                for p in parameters:
-                    p.grad = torch.zeros_like(p)
-                everybody()
-                start = time_mark()
-            else:
-                loss.backward()
-            handle.enabled = True
-            if way in ("after", "alone"):
-                for p in parameters:
-                    handle.buckets.ready(p)
-            if way != "never":
-                handle.finish()
+            loss.backward()
+            finish()
             stop = time_mark()
             torch.cuda.synchronize()
-            marks.append(start.elapsed_time(stop))
-        return sorted(marks[1:])[2]
+            times.append(start.elapsed_time(stop))
+        return sorted(times[1:])[3]
 
-    never, after, during, alone = (timed(way) for way in ("never", "after", "during", "alone"))
-    last = sum(p.numel() for p in handle.buckets.buckets[-1]) / sum(p.numel() for p in parameters)
-    rows.append(Row("backward", "-", None, never, "ms", None))
-    rows.append(Row("sum of gradients", "-", None, alone, "ms", None))
-    rows.append(Row("backward, then the sum", "t + s", never + alone, after, "ms", None))
-    rows.append(Row("the sum during backward", "t + s last bucket/all", never + alone * last, during, "ms", None))
-    hidden = (after - during) / alone
-    rows.append(Row("share of the sum that is hidden", "1 - last bucket/all", 1 - last, hidden, "", None))
-    return rows
+    model = build()
+    handle = data_parallel(model, group)
+
+    def sum_now():
+        handle.enabled = True
+        for p in sum(handle.buckets, []):
+            handle.ready(p)
+        handle.finish()
+        handle.enabled = False
+
+    during = backward_time(model, handle.finish)
+    handle.enabled = False
+    never, after = backward_time(model), backward_time(model, sum_now)
+    ddp = backward_time(nn.parallel.DistributedDataParallel(build(), process_group=group, gradient_as_bucket_view=True))
+    counts = [sum(p.numel() for p in bucket) for bucket in handle.buckets]
+    last = counts[-1] / sum(counts)
+    hidden = (after - during) / (after - never)
+    return [
+        Row("backward alone", "t", None, never, "ms", None),
+        Row("backward, then the sum", "t + s", None, after, "ms", None),
+        Row("the sum during backward", "t + s last bucket/all", never + (after - never) * last, during, "ms", None),
+        Row("  hidden share of the sum", "1 - last bucket/all", 1 - last, hidden, "", None),
+        Row("  torch's DDP", "t + s last bucket/all", None, ddp, "ms", None),
+    ]
 
 
 def subgroups():
@@ -2141,8 +2183,10 @@ def measure_vocabulary(N=8192, V=256000, D=2304):
     rows, alone, alone_bytes = [], None, None
     for k, groups in subgroups():
         start, stop = shares(V, k)[rank_in(groups.tp)]
-        E, C, _, x = base.random_problem(N, V, D, torch.bfloat16, here(), bias=False, ignored=0.0)
-        C = C.detach()[start:stop].clone().requires_grad_()
+        torch.manual_seed(0)
+        E, x = torch.randn(N, D, device=here(), dtype=torch.bfloat16), torch.randint(V, (N,), device=here())
+        C = torch.randn(stop - start, D, device=here(), dtype=torch.bfloat16) / math.sqrt(D)
+        E, C = E.requires_grad_(), C.requires_grad_()
 
         def step(E=E, C=C, x=x, groups=groups):
             E.grad = C.grad = None
@@ -2187,11 +2231,15 @@ MEASUREMENTS = [measure_zero, measure_activations, measure_bubbles, measure_memo
 ON_GPUS = [measure_overlap, measure_tensor, measure_vocabulary, measure_ring]
 
 
+def all_checks():
+    """{check: its fp64 error, if it has one}, on the ranks of this world."""
+    meet("the first check", TIMEOUT)
+    return {check.__name__[6:].replace("_", " "): check() for check in CHECKS}
+
+
 def everything():
-    """All checks and measurements, on the ranks of this world: (fp64 errors, rows, notes)."""
-    meet("the start", TIMEOUT)
-    errors = {check.__name__[6:]: check() for check in CHECKS}
-    rows = []
+    """All checks and measurements: (fp64 errors, rows, notes)."""
+    errors, rows = all_checks(), []
     for measure in MEASUREMENTS + ON_GPUS * (here().type == "cuda"):
         rows += measure()
         if here().type == "cuda":
@@ -2203,15 +2251,25 @@ def under_torchrun(device):
     """This process as one rank of torchrun's. OSError, with one line, when the others do not come."""
     rank, world = os.environ["RANK"], os.environ["WORLD_SIZE"]
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    where = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    deadline = time.monotonic() + TIMEOUT
+    while rank != "0":  # rank 0, or torchrun itself, keeps the store at which ranks meet: torch would try for 40 s
+        try:
+            socket.create_connection(where, TIMEOUT).close()
+            break
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise OSError(f"rank {rank} of {world}: nobody listens at {':'.join(where)} ({error}): start rank 0, "
+                              "or correct MASTER_ADDR and MASTER_PORT") from None
+            time.sleep(0.2)
     try:
         base.join_group(device or device_for(local), TIMEOUT)
         result = everything()
         dist.destroy_process_group()
         return result
     except RuntimeError as error:
-        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         reason = " ".join(str(error).split())[:200]
-        raise OSError(f"rank {rank} of {world}, at {where}: the others did not come or went: {reason}") from None
+        raise OSError(f"rank {rank} of {world}: others did not come, or went: {reason}") from None
 
 
 def body(device, ledger, args):
@@ -2230,20 +2288,19 @@ def body(device, ledger, args):
         errors, rows, said = in_ranks("everything", ranks, device=args.device)
     where = args.device or device_for(ranks)
     print(f"{ranks} processes on {'GPUs, NCCL' if where == 'cuda' else 'the CPU, gloo'}; checks passed: "
-          + ", ".join(check.__name__[6:] for check in CHECKS) + "\n")
-    for check, error in errors.items():
-        pairs_ = zip((check, "sequence parallel"), error if isinstance(error, list) else [error], strict=False)
-        for name, value in pairs_:
-            if value is not None:
-                ledger.row(f"{name.replace('_', ' ')}: error", "fp64, against serial", 1e-12, value, "", (0, 1))
+          + ", ".join(errors) + "\n")
+    errors["tensor parallel"], errors["sequence parallel"] = errors["tensor parallel"]
+    for name, error in errors.items():
+        if error is not None:
+            ledger.row(f"{name}: error", "fp64, against serial", 1e-12, error, "", (0, 1))
     for row in rows:
         ledger.row(*row)
     print()
     for line in said:
         print(line)
     for zigzag in (False, True):
-        print(f"ring attention, {'zigzag' if zigzag else 'contiguous'}: pairs of 64 positions a rank "
-              f"{attention_work(64, ranks, zigzag)}")
+        print(f"ring attention, {'zigzag' if zigzag else 'contiguous'}: pairs that each rank computes for "
+              f"{32 * ranks} positions {attention_work(32 * ranks, ranks, zigzag)}")
     p, m = 4, 8
     print(f"\nschedules, {p} ranks, {m} micro-batches: digits forward, letters backward, * weights, . waiting")
     for name, schedule in SCHEDULES.items():

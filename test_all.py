@@ -17,6 +17,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -36,13 +37,14 @@ base = importlib.import_module("01_logits_memory")
 cce = importlib.import_module("02_cce_kernel")
 gfs = importlib.import_module("03_grad_filter_sort")
 forging = importlib.import_module("04_fused_optimizer")
+parallel = importlib.import_module("05_parallelism")
 low_comm = importlib.import_module("06_low_comm_sync")
 train = importlib.import_module("train")
 
 ROOT = Path(__file__).resolve().parent
 DEVICE = base.default_device()
 STAGES = {"01_logits_memory": base, "02_cce_kernel": cce, "03_grad_filter_sort": gfs, "04_fused_optimizer": forging,
-          "06_low_comm_sync": low_comm}
+          "05_parallelism": parallel, "06_low_comm_sync": low_comm}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # NumPy's, where a GPU makes an inf
 needs_gpu = pytest.mark.skipif(not base.HAS_CUDA, reason="needs a GPU")
@@ -460,6 +462,112 @@ def wait_until(condition, seconds=100):
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.1)
+
+
+# ==== 05: one model on many processes =================================================================================
+
+
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_parallel_equals_serial_over_more_ranks(ranks):
+    """Three: nothing is a power of two. Four: data or context with tensor parallelism, two by two."""
+    errors = parallel.in_ranks("all_checks", ranks)
+    errors["tensor parallel"] = max(errors["tensor parallel"])
+    found = [error for error in errors.values() if error is not None]
+    assert len(found) == (6 if ranks == 4 else 5) and max(found) < 1e-12
+
+
+def test_mesh_that_does_not_fit_is_one_line_for_all_ranks():
+    """The rank count does not divide; another world than planned; sizes that are none."""
+    for sizes in ((1, 1, 1, 3), (2, 2, 1, 1)):
+        with pytest.raises(ValueError, match="rank 0, 1: dp .* needs . ranks, but 2 were started"):
+            parallel.in_ranks("make_groups", 2, *sizes)
+    with pytest.raises(ValueError, match="at least 1"):
+        parallel.make_groups(tp=0)
+    with pytest.raises(ValueError, match="needs 2 ranks, but 1 were started"):
+        parallel.make_groups(tp=2)
+    assert parallel.make_groups().tp is None
+
+
+def test_one_process_needs_no_groups():
+    """With groups of None everything is the serial model."""
+    E, C, _, x = base.random_problem(20, 31, 8, bias=False)
+    want = cce.linear_cross_entropy(E, C, x)
+    assert torch.equal(parallel.vocab_parallel_cross_entropy(E, C, x, None, 31), want)
+    model = parallel.tiny(1)
+    tokens, targets = parallel.tiny_tokens(model)
+    want = parallel.serial_loss(model, tokens, targets).detach()
+    assert parallel.tensor_parallel(model, None) == {}
+    parallel.context_parallel(model, None)
+    handle = parallel.data_parallel(model, None)
+    loss = parallel.part_of_loss(model, tokens, targets, None)
+    loss.backward()
+    handle.finish()
+    assert abs(loss - want) < 1e-12 and all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("message, flags", [
+    ("nothing is parallel", ["--ranks", 1]), *([] if base.HAS_CUDA else [("as many ranks", ["--device", "cuda"])]),
+])
+def test_bad_flags_of_parallelism(message, flags):
+    result = python("05_parallelism.py", *flags)
+    assert result.returncode == 2 and message in result.stderr and len(result.stderr.splitlines()) == 1, result.stderr
+
+
+def test_torchrun_of_parallelism():
+    result = python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "05_parallelism.py",
+                    "--device", "cpu")
+    assert result.returncode == 0 and result.stdout.count("2 processes on the CPU") == 1, result.stdout + result.stderr
+
+
+def test_ranks_whose_others_never_come_end_with_one_line():
+    """Rank 0 waits for rank 1, and a rank 1 for a rank 0, in vain."""
+    with socket.socket() as one, socket.socket() as other:
+        for s in (one, other):
+            s.bind(("127.0.0.1", 0))
+        ports = [s.getsockname()[1] for s in (one, other)]
+    started = []
+    for rank, port in enumerate(ports):
+        world = dict(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        command = [sys.executable, "05_parallelism.py", "--device", "cpu"]
+        started.append(subprocess.Popen(command, cwd=ROOT, env=os.environ | world, text=True, stderr=subprocess.PIPE,
+                                        stdout=subprocess.DEVNULL))
+    for rank, process in enumerate(started):
+        try:
+            said = process.communicate(timeout=200)[1]
+        finally:
+            process.kill()
+        lines = [line for line in said.splitlines() if line.startswith("05_parallelism.py:")]
+        assert process.returncode == 2 and len(lines) == 1 and f"rank {rank} of 2" in lines[0], said
+        assert "Traceback" not in said
+
+
+def session_members(session):
+    """Processes of a session (field 6 of Linux's /proc/PID/stat) that are not zombies."""
+    members = []
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, _, its = file.read_text().rpartition(")")[2].split()[:4]
+            if int(its) == session and state != "Z":
+                members.append(file.parent.name)
+    return members
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at Linux's table of processes")
+@pytest.mark.parametrize("flags", [[], ["--break", "no-f"]], ids=["Ctrl-C", "failure"])
+def test_no_process_is_left_behind(flags):
+    command = [sys.executable, "05_parallelism.py", *flags]
+    process = subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                               start_new_session=True)
+    try:
+        if not flags:  # the script, a server to fork from, its tracker, two ranks
+            wait_until(lambda: len(session_members(process.pid)) > 4)
+            process.send_signal(signal.SIGINT)
+        output = process.communicate(timeout=200)[0]
+        assert process.returncode == (1 if flags else 130), output
+        wait_until(lambda: not session_members(process.pid))
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 # ==== 06: workers that synchronise now and then =======================================================================
