@@ -963,7 +963,8 @@ def linear_cross_entropy(
     if plan.order == "tokens" and wanted:
         return _TokenOrder.apply(E, C, bias, targets, ignore_index, reduction, backend, plan.block)
     start, vocab, join = shard or (0, C.shape[0], None)
-    lse, target_logit = _VocabularyOrder.apply(E, C, bias, targets - start, softcap, backend, plan.block, sink, join)
+    local = targets - start if start else targets  # (N,)
+    lse, target_logit = _VocabularyOrder.apply(E, C, bias, local, softcap, backend, plan.block, sink, join)
     loss = loss_from(lse, target_logit, targets, vocab, ignore_index, reduction, shape)
     return (loss, lse.view(shape)) if return_lse else loss
 

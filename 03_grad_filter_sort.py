@@ -1315,7 +1315,7 @@ def linear_cross_entropy(
         stats = FilterStats(rule, eps) if return_stats else None
         width = slice_width(*E.shape, E.device, E.dtype, workspace, filter)
         how = Filter(rule, eps, filter, sort, fetched, width, stats, join)
-        pair = _FilteredCrossEntropy.apply(E, C, bias, x - start, counted, softcap, how)
+        pair = _FilteredCrossEntropy.apply(E, C, bias, x - start if start else x, counted, softcap, how)
     else:
         plan = cce.plan_for(E, C, softcap, reduction, return_lse, backend, workspace, sink)
         backend = "triton" if fetched else "torch"
