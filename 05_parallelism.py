@@ -1621,6 +1621,38 @@ def check_forge():
         must_raise("gather_factors", lambda: forging.forge(nn.Linear(4, 4), forging.AdamW()))
 
 
+@on_ranks
+def check_forged_model():
+    """A whole model, cut and forged: embedding, layers, and the classifier inside its loss; 3 steps of SGD in fp32
+    against torch's in fp64, by the three-way rule."""
+    n = dist.get_world_size()
+    group, rule = mesh(tp=n).tp, forging.SGD(momentum=0.9)
+    tokens, targets = tiny_tokens(tiny(n))
+
+    def forged(group, sequence=False):
+        model = tiny(n, torch.float32)
+        origins = tensor_parallel(model, group, sequence)
+        handle = forging.forge(
+            model, rule, embeddings=True, classifier="classifier", origins=origins, data_parallel=1)
+        others = torch.optim.SGD(handle.ordinary.values(), 0.1, momentum=0.9)
+        loss = functools.partial(forging.forge_classifier, state=handle["classifier"], gradient="exact")
+        for step in range(1, 4):
+            handle.arm(0.1, step)
+            vocab_parallel_cross_entropy(model(tokens), model.classifier, targets, group, model.config.vocab,
+                                         sequence=sequence, loss=loss).backward()
+            others.step()
+            others.zero_grad()
+        return whole(model, {name: p.detach() for name, p in model.named_parameters()}, group)
+
+    model = tiny(n)
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    exact = train_steps(model, [(tokens, targets)] * 3, optimizer.step, serial_loss)
+    moved = lambda weights: {name: w - start[name] for name, w in weights.items()}  # noqa: E731
+    for sequence in (False, True):
+        as_good("forged model", torch.float32, moved(forged(group, sequence)), moved(forged(None)), moved(exact))
+
+
 def check_schedules():
     """Bubbles and micro-batches in flight of every schedule, simulated, are those of the formulas; lists that cannot
     end are refused."""
@@ -1810,6 +1842,13 @@ def _no_f(x, group, sequence=False):
     return _Conjugate.apply(x, group, gather, scatter) if sequence else x
 
 
+def _no_mask(embedding, group, sequence, **where):
+    """Every rank looks up something for every token."""
+    start, stop = cut(embedding, "weight", 0, group, **where)
+    last, lookup = stop - start - 1, type(embedding).forward
+    embedding.forward = lambda tokens: leave(lookup(embedding, (tokens - start).clamp(0, last)), group, sequence)
+
+
 def _first_bucket_only(i, flat, group, start=start_all_reduce):
     return start(i, flat, group) if i == 0 else None
 
@@ -1857,6 +1896,7 @@ BREAKS = {
     "own-lse": (check_vocabulary, "join_slices", lambda lse, target, group: (lse, all_reduce(target, group))),
     "no-origin": (check_forge, "cut", _no_origin),
     "own-factors": (check_forge, "gather_factors", lambda handle, group: None),
+    "no-mask": (check_forged_model, "cut_embedding", _no_mask),
     "forwards-first": (check_schedules, "SCHEDULES", SCHEDULES | {"1f1b": gpipe}),
     "lost-weights": (check_pipeline, "WeightQueue", _LastOnly),
     "unweighted-merge": (check_context, "merge", _unweighted),
@@ -1976,8 +2016,8 @@ def measure_bubbles():
     groups, m = mesh(pp=p), 2 * p if gpu else 8 - 8 % p
     rank, unit, times = rank_in(groups.pp), 0.015, {}
     if gpu:
-        model = built(256, 1024, 8 * p, 16, 2048, dtype=torch.bfloat16)
-        like = torch.empty(4, 1024, 2048, device=here(), dtype=torch.bfloat16)
+        model = built(256, 1024, 4 * p, 32, 4096, dtype=torch.bfloat16)
+        like = torch.empty(4, 1024, 4096, device=here(), dtype=torch.bfloat16)
         tokens = [torch.zeros(4, 1024, dtype=torch.int64, device=here())] * m
         times = stage_times(Stage(model, rank, p, queue), queue, tokens[0] if rank == 0 else torch.randn_like(like))
     for name, schedule in SCHEDULES.items():
@@ -2229,7 +2269,7 @@ def measure_ring(B=1, H=16, T=65536, d=128):
 
 notes = []  # lines that are printed after the rows
 CHECKS = [check_groups, check_data_parallel, check_zero, check_tensor_parallel, check_vocabulary, check_forge,
-          check_schedules, check_pipeline, check_context, check_mesh, check_memory_instead]
+          check_forged_model, check_schedules, check_pipeline, check_context, check_mesh, check_memory_instead]
 MEASUREMENTS = [measure_zero, measure_activations, measure_bubbles, measure_memory_instead]
 ON_GPUS = [measure_overlap, measure_tensor, measure_vocabulary, measure_ring]
 
