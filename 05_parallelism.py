@@ -805,12 +805,18 @@ def run_pipeline(ops, stages, queue, inputs, loss, groups, like):
     p, rank, total, sending, kept = size(groups.pp), rank_in(groups.pp), 0.0, [], {}
     split, ends = any(op.kind == "W" for op in ops), p * len(stages) - 1
 
-    def wire(kind, source):  # one order of messages each, or NCCL would wait: by direction and by the sender's parity
+    if p == 1 and len(stages) > 1:
+        raise ValueError(f"{len(stages)} chunks on one rank: there is nobody to send to: pass one chunk")
+
+    def wire(kind, source):
+        """A group in which a rank only sends or only receives, in one order: NCCL does one thing after the other. So
+        forwards and backwards have groups of their own, and even and odd senders, and the last of an odd number."""
         return groups.wires[kind, 2 if p % 2 and source == p - 1 else source % 2]
 
     def send(kind, tensor, to):
         tensor = tensor.contiguous()
-        sending.append((dist.isend(tensor, group=wire(kind, rank), group_dst=to % p), tensor))  # alive until it is sent
+        sending[:] = [pair for pair in sending if not pair[0].is_completed()]  # a tensor has to live until it is sent
+        sending.append((dist.isend(tensor, group=wire(kind, rank), group_dst=to % p), tensor))
         sent["send"] += tensor.nbytes
 
     def receive(kind, source):
@@ -843,7 +849,6 @@ def run_pipeline(ops, stages, queue, inputs, loss, groups, like):
     for work, _ in sending:
         work.wait()
     return total
-
 
 
 # ==== 7. Context parallel: the positions of one sequence on different ranks ===========================================
@@ -1188,13 +1193,13 @@ def in_ranks(function, ranks, *arguments, device=None, timeout=TIMEOUT):
         except torch.multiprocessing.ProcessExitedException as error:
             said = {}
             for file in sorted(Path(folder).glob("*.error")):
-                said.setdefault(file.read_text(), []).append(file.stem)
+                kind, _, text = file.read_text().partition(":")
+                said.setdefault((kind, text), []).append(file.stem)
             if not said:
                 raise OSError(f"a rank was ended from outside: {error}") from None
-            kinds = {kind: text for text in said if (kind := text.partition(":")[0])}
-            first = next((kind for kind in ("AssertionError", "ValueError") if kind in kinds), min(kinds))
-            said = {text: who for text, who in said.items() if text.startswith(first)}
-            text = "; ".join(f"rank {', '.join(who)}: {text.partition(':')[2]}" for text, who in said.items())
+            kinds = [kind for kind, _ in said]  # a rank that failed makes others fail otherwise: its error counts
+            first = next((kind for kind in ("AssertionError", "ValueError") if kind in kinds), kinds[0])
+            text = "; ".join(f"rank {', '.join(who)}: {text}" for (kind, text), who in said.items() if kind == first)
             raise {"AssertionError": AssertionError, "ValueError": ValueError}.get(first, OSError)(text) from None
         return torch.load(Path(folder, "0.pt"), weights_only=False)
 
@@ -1251,7 +1256,7 @@ def mesh(**sizes):
 
 def tiny(n, dtype=torch.float64, layers=2, vocab=103, seed=0):
     """The same small GPT on every rank, whose heads n divides, and whose vocabulary n does not."""
-    heads = max(n, 4 if n < 3 else n)
+    heads = n if n > 2 else 4
     torch.manual_seed(seed)
     model = base.GPT(base.GPTConfig(vocab, 8 * n, layers, heads, 8 * heads)).to(here(), dtype)
     for module in model.modules():
@@ -1426,18 +1431,18 @@ def check_data_parallel():
 
 @on_ranks
 def check_zero():
-    """Stages 1, 2 and 3: 5 AdamW steps equal the serial ones; bytes held and sent by the formulas, exactly."""
-    n, worst, rows = dist.get_world_size(), 0.0, []
+    """Stages 1, 2 and 3: 5 AdamW steps equal the serial ones; bytes held and sent are the formulas'."""
+    n, worst, bytes_ = dist.get_world_size(), 0.0, []
     group = mesh(dp=n).data
     for stage in (1, 2, 3):
-        model = tiny(n)
+        model, held = tiny(n), []
         batches, mine = batches_of(model, n)
         zero = Zero(model, group, stage, lr=1e-3)
         sent.clear()
 
-        def step(zero=zero):
+        def step(zero=zero, held=held):
             zero.finish()
-            step.held = zero.resident()
+            held.append(zero.resident())
             zero.step()
 
         train_steps(model, mine, step, functools.partial(part_of_loss, group=group))
@@ -1445,15 +1450,13 @@ def check_zero():
             zero.fetch(i)
         got = {name: p.detach() for name, p in model.named_parameters()}
         worst = max(worst, compare(f"ZeRO-{stage}", got, serial_steps(batches, n)))
-        P, last = sum(map(len, zero.flat)), len(zero.flat[-1])  # with the padding
-        embedding = len(zero.flat[0])
-        rows.append((stage, zero_bytes(P, n, stage, 8, 8, 16), step.held))
-        # stage 3 gathers in forward and backward, but the last unit and the embedding once; then those of `got`
-        volume = 8 * (n - 1) * (5 * (2 * P if stage < 3 else 3 * P - last - embedding) + (P if stage == 3 else 0)) // n
-        counted = sent["reduce-scatter"] + sent["all-gather"]
-        require(abs(counted - volume) <= 50, f"ZeRO-{stage} sent {counted} bytes, the formula says {volume}")
-    for stage, predicted, held in rows:
-        require(held == predicted, f"ZeRO-{stage} holds {held} bytes, the formula says {predicted}")
+        units = [len(flat) for flat in zero.flat]  # with their padding
+        P, once = sum(units), units[0] + units[-1]  # stage 3 gathers twice, but the first and the last unit once
+        volume = 5 * 2 * P if stage < 3 else 5 * (3 * P - once) + P  # and then all of them, for `got`
+        bytes_ += [(stage, "holds", held[-1], zero_bytes(P, n, stage, 8, 8, 16)),
+                   (stage, "sends", sent["reduce-scatter"] + sent["all-gather"], 8 * volume * (n - 1) // n)]
+    for stage, what, counted, predicted in bytes_:
+        require(abs(counted - predicted) <= 50, f"ZeRO-{stage} {what} {counted} bytes, the formula says {predicted}")
     return worst
 
 
@@ -1551,29 +1554,26 @@ def check_vocabulary():
     return worst
 
 
-def forged_layer(kind, layout, group, n, sequence, W, data, origins_used=True):
+def forged_layer(kind, layout, group, n, sequence, W, data):
     """Steps of one linear layer (M, K) on whole numbers: its weight and states, as in the whole model."""
     layer = nn.Linear(W.shape[1], W.shape[0], bias=False, device=here())
     layer.weight.data.copy_(W)
     holder, origins = nn.ModuleDict(dict(layer=layer)), {}
     if group is not None:
         kind(layer, group, sequence, origins=origins, path="layer.weight")
-    options = dict(origins=origins) if origins_used else {}
-    handle = forging.forge(holder, forging.AdamW(weight_decay=0.1), layout, data_parallel=1, **options)
-    dtype = handle["layer.weight"].weight.dtype
-    cut_x = 1 if kind is column_linear else 2  # which dimension of x (B, T, K), dY (B, T, M) is this rank's part
+    handle = forging.forge(holder, forging.AdamW(weight_decay=0.1), layout, data_parallel=1, origins=origins)
+    dtype = layer.weight.dtype
     for t, (X, dY) in enumerate(data, 1):
-        x, dy = X.to(here(), dtype), dY.to(here(), dtype)
+        x, dy = X.to(here(), dtype), dY.to(here(), dtype)  # (B, T, K), (B, T, M), of which this rank has a part
         if group is not None:
             pick = lambda tensor, dim: tensor.chunk(n, dim)[rank_in(group)]  # noqa: E731
             if kind is column_linear:
                 x, dy = (pick(x, 1) if sequence else x), pick(dy, 2)
             else:
-                x, dy = pick(x, cut_x), (pick(dy, 1) if sequence else dy)
+                x, dy = pick(x, 2), (pick(dy, 1) if sequence else dy)
         handle.arm(1e-2, t)
         layer(x.requires_grad_()).backward(dy)
-    state = handle["layer.weight"]
-    return dict(weight=layer.weight.detach(), **state.tensors)
+    return dict(weight=layer.weight.detach(), **handle["layer.weight"].tensors)
 
 
 @on_ranks
@@ -1805,14 +1805,15 @@ def check_memory_instead():
                 offload = Offload(model, None if way == "host" else folder, ahead=10**6 if way == "in flight" else 4)
             if way == "in flight":  # nothing is written before backward is over
                 offload.thread.submit(held_up.wait)
-            for _ in range(2):
-                with offload or contextlib.nullcontext():
-                    loss = model(tokens).square().mean()
-                try:
+            try:
+                for _ in range(2):
+                    with offload or contextlib.nullcontext():
+                        loss = model(tokens).square().mean()
                     loss.backward()
-                except RuntimeError as error:  # a storage of another size, say
-                    raise AssertionError(f"{way}: {error}") from None
-            held_up.set()
+            except RuntimeError as error:  # a storage of another size, say
+                raise AssertionError(f"{way}: {error}") from None
+            finally:
+                held_up.set()
             if offload:
                 offload.close()
                 counts = offload.counts
@@ -2013,7 +2014,7 @@ def measure_bubbles():
     """Idle time / work of every schedule: formula and simulation; and of real processes. On a CPU, where ranks share
     cores, their layers sleep; on GPUs they compute, and the simulation has their measured times."""
     p, rows, queue, gpu = dist.get_world_size(), [], WeightQueue(), here().type == "cuda"
-    groups, m = mesh(pp=p), 2 * p if gpu else 8 - 8 % p
+    groups, m = mesh(pp=p), 2 * p if gpu else p * max(1, 8 // p)
     rank, unit, times = rank_in(groups.pp), 0.015, {}
     if gpu:
         model = built(256, 1024, 4 * p, 32, 4096, dtype=torch.bfloat16)
@@ -2281,13 +2282,13 @@ def all_checks():
 
 
 def everything():
-    """All checks and measurements: (fp64 errors, rows, notes)."""
+    """All checks and measurements: (where they ran, fp64 errors, rows, notes)."""
     errors, rows = all_checks(), []
     for measure in MEASUREMENTS + ON_GPUS * (here().type == "cuda"):
         rows += measure()
         if here().type == "cuda":
             torch.cuda.empty_cache()
-    return errors, rows, notes
+    return "GPUs, NCCL" if here().type == "cuda" else "the CPU, gloo", errors, rows, notes
 
 
 def under_torchrun(device):
@@ -2318,7 +2319,7 @@ def under_torchrun(device):
 
 def body(device, ledger, args):
     torchrun = "RANK" in os.environ
-    ranks = int(os.environ["WORLD_SIZE"]) if torchrun else args.ranks or 2
+    ranks = int(os.environ["WORLD_SIZE"]) if torchrun else 2 if args.ranks is None else args.ranks
     if torchrun and args.ranks not in (None, ranks):
         raise ValueError(f"--ranks {args.ranks}: torchrun has started {ranks}: leave --ranks out")
     if ranks < 2:
@@ -2327,12 +2328,10 @@ def body(device, ledger, args):
         raise ValueError(f"--ranks {ranks} --device cuda: {torch.cuda.device_count()} GPUs here: use as many ranks, or "
                          "--device cpu")
     if torchrun:
-        errors, rows, said = under_torchrun(args.device)
+        where, errors, rows, said = under_torchrun(args.device)
     else:
-        errors, rows, said = in_ranks("everything", ranks, device=args.device)
-    where = args.device or device_for(ranks)
-    print(f"{ranks} processes on {'GPUs, NCCL' if where == 'cuda' else 'the CPU, gloo'}; checks passed: "
-          + ", ".join(errors) + "\n")
+        where, errors, rows, said = in_ranks("everything", ranks, device=args.device)
+    print(f"{ranks} processes on {where}; checks passed: {', '.join(errors)}\n")
     errors["tensor parallel"], errors["sequence parallel"] = errors["tensor parallel"]
     for name, error in errors.items():
         if error is not None:

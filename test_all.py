@@ -1120,6 +1120,19 @@ def test_checkpoint_of_another_optimizer_is_refused(tiny, capsys):
     assert tiny("--resume", "--loss", "reference")[0] == 2 and "forge-cce with --loss ref" in capsys.readouterr().err
 
 
+def test_checkpoint_of_an_earlier_layout_is_refused(tiny, tmp_path, capsys):
+    """The rows of qkv once lay otherwise: such weights would load, and mean something else."""
+    tiny("--steps", 2)
+    for file in train.checkpoint_files(tmp_path / "out"):
+        record = json.loads(file.read_text())
+        del record["format"]
+        record["crc32"] = train.checksum(record, file.with_suffix(".pt").read_bytes())
+        file.write_text(json.dumps(record))
+    assert tiny("--resume", "--steps", 4)[0] == 2 and "as in an earlier version" in capsys.readouterr().err
+    result = python("03_grad_filter_sort.py", "--checkpoint", tmp_path / "out")
+    assert result.returncode == 2 and "as in an earlier version" in result.stderr
+
+
 def test_checkpoint_from_before_there_were_optimizers(tiny, tmp_path):
     """Such a run was AdamW's; it goes on as that."""
     whole = tiny("--optimizer", "adamw", "--steps", 6, "--save-every", 3)[2]
