@@ -972,7 +972,7 @@ def linear_cross_entropy(
 def plan_for(E, C, softcap, reduction, return_lse, backend, workspace, sink=None, shard=None):
     """gradient_plan for a call with these arguments."""
     tokens = reduction != "none" and not return_lse and softcap is None  # one upstream number, and G from softmax alone
-    tokens = tokens and sink is shard is None and (backend == "torch" or takes_descriptors(E, C))
+    tokens = tokens and sink is None and shard is None and (backend == "torch" or takes_descriptors(E, C))
     plan = gradient_plan(E.shape[0], *C.shape, E.device, E.dtype, workspace, tokens=tokens, backend=backend)
     return plan if sink is None else plan._replace(block=sink.align(plan.block))
 

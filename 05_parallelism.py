@@ -2411,7 +2411,8 @@ def add_arguments(parser):
 if __name__ == "__main__":
     enough_queues()
     if "RANK" in os.environ and any(flag.startswith(("--break", "--readme")) for flag in sys.argv):
-        sys.exit("05_parallelism.py: --break and --readme are for one process: leave torchrun out")
+        print("05_parallelism.py: --break and --readme are for one process: leave torchrun out", file=sys.stderr)
+        sys.exit(2)
     if os.environ.get("RANK", "0") != "0":  # one process of torchrun's speaks
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     sys.exit(base.run_stage(__file__, __doc__, globals(), body, "python 06_low_comm_sync.py", add_arguments))

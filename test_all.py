@@ -513,14 +513,9 @@ def test_bad_flags_of_parallelism(message, flags):
     assert result.returncode == 2 and message in result.stderr and len(result.stderr.splitlines()) == 1, result.stderr
 
 
-def test_torchrun_of_parallelism():
-    result = python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "05_parallelism.py",
-                    "--device", "cpu")
-    assert result.returncode == 0 and result.stdout.count("2 processes on the CPU") == 1, result.stdout + result.stderr
-
-
-def test_ranks_whose_others_never_come_end_with_one_line():
-    """Rank 0 waits for rank 1, and a rank 1 for a rank 0, in vain."""
+@pytest.fixture(scope="module")
+def lone_ranks():
+    """Rank 0 of a world whose rank 1 never comes, and a rank 1 whose rank 0 does not: they wait while a test runs."""
     with socket.socket() as one, socket.socket() as other:
         for s in (one, other):
             s.bind(("127.0.0.1", 0))
@@ -531,14 +526,23 @@ def test_ranks_whose_others_never_come_end_with_one_line():
         command = [sys.executable, "05_parallelism.py", "--device", "cpu"]
         started.append(subprocess.Popen(command, cwd=ROOT, env=os.environ | world, text=True, stderr=subprocess.PIPE,
                                         stdout=subprocess.DEVNULL))
-    for rank, process in enumerate(started):
-        try:
-            said = process.communicate(timeout=200)[1]
-        finally:
-            process.kill()
-        lines = [line for line in said.splitlines() if line.startswith("05_parallelism.py:")]
-        assert process.returncode == 2 and len(lines) == 1 and f"rank {rank} of 2" in lines[0], said
-        assert "Traceback" not in said
+    yield started
+    for process in started:
+        process.kill()
+
+
+def test_torchrun_of_parallelism(lone_ranks):
+    result = python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "05_parallelism.py",
+                    "--device", "cpu")
+    assert result.returncode == 0 and result.stdout.count("2 processes on the CPU") == 1, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_whose_others_never_come_ends_with_one_line(lone_ranks, rank):
+    said = lone_ranks[rank].communicate(timeout=200)[1]
+    lines = [line for line in said.splitlines() if line.startswith("05_parallelism.py:")]
+    assert lone_ranks[rank].returncode == 2 and len(lines) == 1 and f"rank {rank} of 2" in lines[0], said
+    assert "Traceback" not in said
 
 
 def session_members(session):
