@@ -37,8 +37,10 @@ import importlib
 import itertools
 import math
 import os
+import signal
 import socket
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
@@ -47,8 +49,10 @@ import traceback
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -200,12 +204,16 @@ class Buckets:
             p: (i, start) for i, bucket in enumerate(buckets) for p, start in zip(bucket, offsets(bucket), strict=True)
         }
         self.begin()
-        for p in self.place:
-            p.register_post_accumulate_grad_hook(self.ready)
+        self.hooks = [p.register_post_accumulate_grad_hook(self.ready) for p in self.place]
 
     def begin(self):
         self.flat, self.works = {}, []
         self.missing = [set(bucket) for bucket in self.buckets]
+
+    def close(self):
+        """Leave the parameters alone from now on."""
+        for hook in self.hooks:
+            hook.remove()
 
     def ready(self, p):
         """Autograd's hook: this backward pass has added all that it will add to p.grad."""
@@ -664,6 +672,41 @@ def zero_bubble(p, m):
     return lists
 
 
+class Task(NamedTuple):
+    """`seconds` of work that occupy everything in `on` (ranks, links) at once, after the tasks in `needs`."""
+
+    name: tuple
+    on: tuple
+    seconds: float
+    needs: tuple = ()
+
+
+def play(tasks):
+    """The simulator of this file: {name: (start, end)}, where every rank and link does its tasks in the list's order,
+    each as early as it can. ValueError if they wait for each other for ever."""
+    free, times, waiting = Counter(), {}, list(tasks)
+    while waiting:
+        held_up, left = set(), []
+        for task in waiting:
+            if held_up.isdisjoint(task.on) and all(name in times for name in task.needs):
+                start = max([free[x] for x in task.on] + [times[name][1] for name in task.needs])
+                times[task.name] = start, start + task.seconds
+                for x in task.on:
+                    free[x] = start + task.seconds
+            else:
+                held_up.update(task.on)
+                left.append(task)
+        if len(left) == len(waiting):
+            raise ValueError(f"{len(left)} tasks wait for each other: one stands before what it needs: {left[0].name}")
+        waiting = left
+    return times
+
+
+def span(tasks):
+    """Seconds until all tasks are done."""
+    return max((end for _, end in play(tasks).values()), default=0.0)
+
+
 class Timeline(NamedTuple):
     """start {(rank, Op): time}, span of the whole, bubble: idle time / work of a rank, and the largest number of
     micro-batches (times chunks) that each rank held."""
@@ -675,12 +718,11 @@ class Timeline(NamedTuple):
 
 
 def simulate(lists, cost):
-    """Each rank does its list in order; an operation waits for the stage before (F) or after it (B). cost: {"F", "B",
-    "W": time of one operation}. ValueError if the lists wait for each other for ever, or two ranks would send and
-    receive in different orders."""
-    p, start, end, free, done = len(lists), {}, {}, [0.0] * len(lists), [0] * len(lists)
+    """A pipeline played: each rank does its list in order; an operation waits for the stage before (F) or after it (B).
+    cost: {"F", "B", "W": time of one operation}. ValueError if the lists wait for each other for ever, or two ranks
+    would send and receive in different orders."""
+    p, tasks, peak = len(lists), [], []
     stages = p * (1 + max(op.chunk for ops in lists for op in ops))
-    held, peak = [0] * p, [0] * p
     last = "W" if any(op.kind == "W" for ops in lists for op in ops) else "B"
     for source in range(p):
         for kind, step in (("F", 1), ("B", -1)):
@@ -689,26 +731,20 @@ def simulate(lists, cost):
                       if op.kind == kind]
             if [x for x in order if x in set(wanted)] != [x for x in wanted if x in set(order)]:
                 raise ValueError(f"rank {source} sends results of {kind} in another order than they are received in")
-    while sum(done) < sum(map(len, lists)):
-        before = sum(done)
-        for rank, ops in enumerate(lists):
-            while done[rank] < len(ops):
-                op = ops[done[rank]]
-                stage = op.chunk * p + rank
-                needs = {"F": [("F", op.micro, stage - 1)] if stage else [],
-                         "B": [("F", op.micro, stage)] + [("B", op.micro, stage + 1)] * (stage + 1 < stages),
-                         "W": [("B", op.micro, stage)]}[op.kind]
-                if not all(key in end for key in needs):
-                    break
-                start[rank, op] = max([free[rank], *(end[key] for key in needs)])
-                free[rank] = end[op.kind, op.micro, stage] = start[rank, op] + cost[op.kind]
-                held[rank] += (op.kind == "F") - (op.kind == last)
-                peak[rank] = max(peak[rank], held[rank])
-                done[rank] += 1
-        if sum(done) == before:
-            raise ValueError("the lists wait for each other: an operation stands before what it needs")
-    work = max(sum(cost[op.kind] for op in ops) for ops in lists)
-    return Timeline(start, max(free), max(free) / work - 1, peak)
+    for rank, ops in enumerate(lists):
+        for op in ops:
+            stage = op.chunk * p + rank
+            needs = {"F": (("F", op.micro, stage - 1),) * (stage > 0),
+                     "B": (("F", op.micro, stage), *[("B", op.micro, stage + 1)] * (stage + 1 < stages)),
+                     "W": (("B", op.micro, stage),)}[op.kind]
+            tasks.append(Task((op.kind, op.micro, stage), (rank,), cost[op.kind], needs))
+        held = itertools.accumulate((op.kind == "F") - (op.kind == last) for op in ops)
+        peak.append(max(held))
+    times = play(tasks)
+    start = {(rank, op): times[op.kind, op.micro, op.chunk * p + rank][0]
+             for rank, ops in enumerate(lists) for op in ops}
+    total, work = max(end for _, end in times.values()), max(sum(cost[op.kind] for op in ops) for ops in lists)
+    return Timeline(start, total, total / work - 1, peak)
 
 
 def gantt(lists, cost):
@@ -1204,7 +1240,988 @@ def mark(device):
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
-# ==== 9. Checks: each runs on all ranks at once; alone, it starts two =================================================
+# ==== 9. Uneven documents: matrices cost by the token, attention by the square of its document ========================
+
+
+class Rates(NamedTuple):
+    """Seconds of a layer, forward and backward on one GPU, of a token in its matrices and of a pair of query and key;
+    seconds of a byte to a rank of the same host, and of another; ranks of a host; bytes of a token's query (or output)
+    and of its key (or value), which are narrower where query heads share them."""
+
+    token: float
+    pair: float
+    inside: float
+    between: float
+    host: int
+    width: int
+    keys: int
+
+    def byte(self, a, b):
+        return self.inside if a // self.host == b // self.host else self.between
+
+
+def rates_of(dim, shared=4, host=8, flops=4e14, inside=4e11, between=5e10):
+    """Of matrices with 12 D^2 weights, 6 FLOPs each, and 12 D FLOPs a pair, in bf16: flops and bytes a second. shared:
+    query heads that have one head of keys and values (4 in Llama 3 8B)."""
+    return Rates(72 * dim**2 / flops, 12 * dim / flops, 1 / inside, 1 / between, host, 2 * dim, 2 * dim // shared)
+
+
+def lognormal_lengths(tokens, seed, longest=65536, mu=8.0, sigma=1.2):
+    """Lengths of documents, `tokens` in all, none above `longest`."""
+    generator, lengths = torch.Generator().manual_seed(seed), []
+    while sum(lengths) < tokens:
+        length = int(torch.empty(()).log_normal_(mu, sigma, generator=generator).clamp(16, longest))
+        lengths.append(min(length, tokens - sum(lengths)))
+    return lengths
+
+
+def pairs_of(start, stop):
+    """Pairs of query and key of rows start to stop of a causal document, whose row i sees i + 1 keys."""
+    return (stop * (stop + 1) - start * (start + 1)) // 2
+
+
+class Split(NamedTuple):
+    """What a policy makes of a batch over n ranks: tokens [n] in the matrices; pairs [n] that can begin at once, and
+    those that wait for messages; bytes {(from, to)} there before attention and back after it."""
+
+    tokens: list
+    early: list
+    late: list
+    there: Counter
+    back: Counter
+
+    def pairs(self):
+        return [a + b for a, b in zip(self.early, self.late, strict=True)]
+
+
+def empty_split(n):
+    return Split([0] * n, [0] * n, [0] * n, Counter(), Counter())
+
+
+def layer_tasks(split, rates, routed=False):
+    """A layer for play(): messages there, attention, messages back, matrices. A rank sends and receives one message at
+    a time. routed: a message between hosts goes out by all adapters of its host, not by that of its rank alone."""
+    n, tasks = len(split.tokens), []
+
+    def messages(kind, moves, needs):
+        # In the order of an all-to-all: in turn k, every rank sends to the k-th after it.
+        for (a, b), nbytes in sorted(moves.items(), key=lambda move: ((move[0][1] - move[0][0]) % n, move[0])):
+            on, seconds = (("sends", a), ("receives", b)), nbytes * rates.byte(a, b)
+            if routed and a // rates.host != b // rates.host:
+                neighbours = range(min(rates.host, n))
+                on = tuple((end, r // rates.host * rates.host + i)
+                           for end, r in (("sends", a), ("receives", b)) for i in neighbours)
+                seconds /= len(neighbours)
+            tasks.append(Task((kind, a, b), on, seconds, needs(a)))
+
+    messages("there", split.there, lambda a: ())
+    for r in range(n):
+        arrived = tuple(("there", a, b) for a, b in split.there if b == r)
+        tasks.append(Task(("early", r), (r,), split.early[r] * rates.pair))
+        tasks.append(Task(("late", r), (r,), split.late[r] * rates.pair, arrived))
+    messages("back", split.back, lambda a: (("late", a),))
+    for r in range(n):
+        arrived = tuple(("back", a, b) for a, b in split.back if b == r)
+        tasks.append(Task(("matrices", r), (r,), split.tokens[r] * rates.token, arrived))
+    return tasks
+
+
+class Rows(NamedTuple):
+    """Rows start to stop of a document, whose queries are on rank `home`."""
+
+    document: int
+    start: int
+    stop: int
+    home: int
+
+
+def end_to_end(lengths, n):
+    """The documents one after the other, cut into n pieces of equally many tokens: [Rows]."""
+    rows, at = [], 0
+    cuts = shares(sum(lengths), n)
+    for document, length in enumerate(lengths):
+        for home, (start, stop) in enumerate(cuts):
+            a, b = max(start, at), min(stop, at + length)
+            if a < b:
+                rows.append(Rows(document, a - at, b - at, home))
+        at += length
+    return rows
+
+
+def add_keys(split, rows, earlier, rates):
+    """Rows that need keys and values of the ranks which have the rows before, and send their gradients back."""
+    for other in earlier:
+        keys = max(0, min(other.stop, rows.stop) - other.start)
+        if other.home != rows.home and keys:
+            split.there[other.home, rows.home] += 2 * keys * rates.keys
+            split.back[rows.home, other.home] += 2 * keys * rates.keys
+
+
+def fixed_packing(rows, n, rates):
+    """Queries stay where their tokens are; keys and values come to them. Equal tokens, unequal attention."""
+    split, before = empty_split(n), {}
+    for part in rows:
+        earlier = before.setdefault(part.document, [])
+        (split.late if earlier else split.early)[part.home] += pairs_of(part.start, part.stop)
+        split.tokens[part.home] += part.stop - part.start
+        add_keys(split, part, earlier, rates)
+        earlier.append(part)
+    return split
+
+
+def disaggregate(rows, n, rates, tolerance=0.1):
+    """Core attention has no weights, so any rank can do any of it: [(Rows, to)] whose attention is to be done
+    elsewhere. The rank that lacks most takes, from ranks with more than the mean, the last rows of whichever document
+    can be sent fastest for their pairs, until it is within the tolerance. Nobody gives below the mean or takes above
+    it, so the largest load never grows; but who has too much may keep some, when nobody lacks enough. DistCA 2510.18121
+    (which cuts off pairs of a row from the front and one from the back; we cut off rows)."""
+    load, left, moves = [0] * n, list(rows), []
+    for part in rows:
+        load[part.home] += pairs_of(part.start, part.stop)
+    mean = sum(load) / n
+    for to in sorted(range(n), key=load.__getitem__):
+        while mean - load[to] > tolerance * mean:
+            best = None
+            for i, part in enumerate(left):
+                room = min(mean - load[to], load[part.home] - mean)
+                start = max(part.start, first_row(part.stop, room))
+                if start < part.stop:
+                    seconds = moved_bytes(part._replace(start=start), rates) * rates.byte(part.home, to)
+                    offer = seconds / pairs_of(start, part.stop), i, start
+                    best = min(best or offer, offer)
+            if best is None:
+                break
+            _, i, start = best
+            part = left[i]
+            moves.append((part._replace(start=start), to))
+            left[i] = part._replace(stop=start)
+            load[to] += pairs_of(start, part.stop)
+            load[part.home] -= pairs_of(start, part.stop)
+    return moves
+
+
+def first_row(stop, room):
+    """The smallest start for which rows start to stop have at most `room` pairs."""
+    least = stop * (stop + 1) / 2 - room  # start (start + 1) / 2 is at least this
+    return 0 if least <= 0 else math.ceil((math.sqrt(8 * least + 1) - 1) / 2 - 1e-9)
+
+
+def moved_bytes(part, rates):
+    """Bytes there, and as many back: queries and dO, keys and values; outputs and dq, dk and dv."""
+    return 2 * (part.stop - part.start) * rates.width + 2 * part.stop * rates.keys
+
+
+def with_moves(split, moves, rates):
+    """A copy of the split with these rows' attention done elsewhere."""
+    split = Split(*(x.copy() for x in split))
+    for part, to in moves:
+        pairs = pairs_of(part.start, part.stop)
+        source = split.early if split.early[part.home] >= pairs else split.late
+        source[part.home] -= pairs
+        split.late[to] += pairs
+        split.there[part.home, to] += moved_bytes(part, rates)
+        split.back[to, part.home] += moved_bytes(part, rates)
+    return split
+
+
+def divisions(n, largest=None):
+    """All ways to write n as a sum of powers of two, in descending order."""
+    power = 1
+    while power <= min(n, largest or n):
+        for rest in divisions(n - power, power) if n > power else [()]:
+            yield (power, *rest)
+        power *= 2
+
+
+def grouped(lengths, groups, rates, capacity):
+    """Groups of ranks, each with whole documents, whose heads it shares out by all-to-all (Ulysses): the longest first,
+    to the group that will be done first with it. None when a document finds no room for `capacity` tokens a rank."""
+    n = sum(groups)
+    tokens, pairs = [0] * len(groups), [0] * len(groups)
+    for length in sorted(lengths, reverse=True):
+        fits = [i for i, g in enumerate(groups) if tokens[i] + length <= g * capacity]
+        if not fits:
+            return None
+
+        def seconds(i, length=length):
+            g, total = groups[i], tokens[i] + length
+            sends = 4 * total * (rates.width + rates.keys) * (g - 1) / g / g * rates.byte(0, g - 1)
+            return ((pairs[i] + pairs_of(0, length)) * rates.pair + total * rates.token) / g + sends
+
+        i = min(fits, key=seconds)
+        tokens[i] += length
+        pairs[i] += pairs_of(0, length)
+    split, first = empty_split(n), 0
+    for g, total, work in zip(groups, tokens, pairs, strict=True):
+        ranks = range(first, first + g)
+        for r in ranks:
+            split.tokens[r] = total / g
+            (split.late if g > 1 else split.early)[r] = work / g
+        for a, b in itertools.permutations(ranks, 2):  # of a g-th of the heads, what moved_bytes() says
+            split.there[a, b] = split.back[a, b] = 2 * total / g / g * (rates.width + rates.keys)
+        first += g
+    return split
+
+
+def best_of(lengths, divisions_, rates, capacity):
+    """(seconds of a layer, groups, Split) of the best division. ValueError when none has room for the documents."""
+    splits = [(groups, grouped(lengths, groups, rates, capacity)) for groups in divisions_]
+    found = [(span(layer_tasks(split, rates)), groups, split) for groups, split in splits if split]
+    if not found:
+        raise ValueError(f"{sum(lengths)} tokens, the longest document {max(lengths)}, find no room for {capacity} a "
+                         "rank: take more ranks, more tokens a rank, or several steps")
+    return min(found, key=lambda item: item[:2])
+
+
+def homogeneous(lengths, n, rates, capacity):
+    """All groups of one size: what is usual, and the baseline of all that follows."""
+    return best_of(lengths, [groups for groups in divisions(n) if len(set(groups)) == 1], rates, capacity)
+
+
+def flexible(lengths, n, rates, capacity):
+    """Long documents in large groups, short ones in small, where they send nothing. All divisions are tried, so it is
+    never worse than homogeneous(). FlexSP 2412.01523 (whose solver is a MILP)."""
+    return best_of(lengths, list(divisions(n)), rates, capacity)
+
+
+def two_layouts(lengths, n, rates, finest=0.5):
+    """Attention balanced by pairs, matrices by tokens, and a move between the layouts before and after attention. A
+    document goes round a ring of as few ranks as make its share less than `finest` of a mean load; in the matrices all
+    ranks have equally many tokens. Zeppelin 2509.21841, of which we know the abstract: the rest is our reading."""
+    split, mean, tokens = empty_split(n), sum(pairs_of(0, s) for s in lengths) / n, [0.0] * n
+    load = [0.0] * n
+    for length in sorted(lengths, reverse=True):
+        g, pairs = 1, pairs_of(0, length)
+        while pairs / g > finest * mean and 2 * g <= n:
+            g *= 2
+        first = min(range(0, n - g + 1, g), key=lambda first: max(load[first : first + g]))
+        for r in range(first, first + g):
+            load[r] += pairs / g
+            tokens[r] += length / g
+            split.early[r] += pairs / g / g  # a ring's first block needs no message
+            split.late[r] += pairs / g * (g - 1) / g
+            if g > 1:  # keys and values, again in backward, and their gradients
+                split.there[r, first + (r + 1 - first) % g] += 6 * (g - 1) * length / g * rates.keys
+    split.tokens[:] = [sum(lengths) / n] * n
+    surplus, lack = ([max(0.0, sign * (t - sum(lengths) / n)) for t in tokens] for sign in (1, -1))
+    givers = [r for r in range(n) if lack[r] > 0]  # have more tokens in the matrices than in attention
+    for r in range(n):
+        for giver in givers:
+            moved = min(surplus[r], lack[giver])
+            if moved > 0:
+                split.there[giver, r] += 2 * moved * (rates.width + rates.keys)
+                split.back[r, giver] += 2 * moved * (rates.width + rates.keys)
+                surplus[r] -= moved
+                lack[giver] -= moved
+        if any(b == r for _, b in split.there):
+            split.late[r] += split.early[r]
+            split.early[r] = 0
+    return split
+
+
+class _Exchange(torch.autograd.Function):
+    """Rows to the ranks, counts[r] of them to rank r; backward sends the gradients back."""
+
+    @staticmethod
+    def forward(ctx, x, give, take, group):
+        ctx.give, ctx.take, ctx.group = give, take, group
+        out = x.new_empty(sum(take), x.shape[1])
+        dist.all_to_all_single(out, x.contiguous(), take, give, group=group)
+        sent["all-to-all"] += (sum(give) - give[rank_in(group)]) * x.shape[1] * x.itemsize
+        return out
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return _Exchange.apply(gradient, ctx.take, ctx.give, ctx.group), None, None, None
+
+
+class _RowAttention(torch.autograd.Function):
+    """Causal attention of the last Tq of Tk positions, q (1, H, Tq, d), k, v (1, H, Tk, d): 7's blocks, one on the
+    diagonal and one before it."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        found = None
+        for rows, causal in blocks_of(q, k):
+            out, lse = block_attention(q, k[:, :, rows].contiguous(), v[:, :, rows].contiguous(), causal)
+            found = merge(found, (out, lse)) if found else (*wide(out), lse)
+        out = found[0].to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, found[1])
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        q, k, v, out, lse = ctx.saved_tensors
+        dq, parts = 0, []
+        for rows, causal in blocks_of(q, k):
+            K, V = k[:, :, rows].contiguous(), v[:, :, rows].contiguous()
+            more, dK, dV = block_gradients(dout.contiguous(), q, K, V, out, lse.contiguous(), causal)
+            dq = dq + more
+            parts.insert(0, (dK, dV))  # the block before the diagonal comes second
+        dk, dv = (torch.cat(pieces, 2).to(k.dtype) for pieces in zip(*parts, strict=True))
+        return dq.to(q.dtype), dk, dv
+
+
+def blocks_of(q, k):
+    """(keys, whether they are on the diagonal) of the last rows of a document."""
+    before = k.shape[2] - q.shape[2]
+    return [(slice(before, None), True)] + [(slice(0, before), False)] * (before > 0)
+
+
+def attend_rows(q, k, v):
+    """Causal attention of the last queries of a document: q (Tq, H, d), k, v (Tk, H, d), Tq <= Tk -> (Tq, H, d)."""
+    return _RowAttention.apply(*(x.transpose(0, 1).unsqueeze(0).contiguous() for x in (q, k, v)))[0].transpose(0, 1)
+
+
+def attention_elsewhere(documents, moves, group):
+    """Attention of this rank's documents {number: (q, k, v)}, each (T, H, d), with the rows of `moves`, of
+    disaggregate(), done by other ranks: {number: (T, H, d)}. Every rank calls it, with all moves, and its backward.
+
+    What travels is queries there and outputs back; autograd sends their gradients the other way."""
+    n, me = size(group), rank_in(group)
+    q = next(iter(documents.values()))[0]
+    H, d = q.shape[1:]
+    nothing = q.flatten(1)[:0]  # of no rows, but in the graph: every rank has to come to both exchanges in backward
+
+    def swap(pieces, give, take):
+        return _Exchange.apply(torch.cat([*pieces, nothing]), give, take, group)
+
+    def rows_there(part):
+        return part.stop - part.start + 2 * part.stop
+
+    ask = [[part for part, to in moves if (part.home, to) == (me, r)] for r in range(n)]  # by the rank they go to
+    serve = [[part for part, to in moves if (part.home, to) == (r, me)] for r in range(n)]
+    count_rows = lambda lists, rows: [sum(map(rows, parts)) for parts in lists]  # noqa: E731
+    packed = []
+    for part in itertools.chain(*ask):
+        q, k, v = documents[part.document]
+        packed.append(torch.cat((q[part.start : part.stop], k[: part.stop], v[: part.stop])).flatten(1))
+    arrived = swap(packed, count_rows(ask, rows_there), count_rows(serve, rows_there))
+    done, at = [arrived[:0]], 0
+    for part in itertools.chain(*serve):
+        Q, K, V = arrived[at : at + rows_there(part)].view(-1, H, d).split([part.stop - part.start, *[part.stop] * 2])
+        done.append(attend_rows(Q, K, V).flatten(1))
+        at += rows_there(part)
+    rows_back = lambda part: part.stop - part.start  # noqa: E731
+    returned = swap(done, count_rows(serve, rows_back), count_rows(ask, rows_back))
+    asked = list(itertools.chain(*ask))
+    results, outputs = dict(zip(asked, returned.split([rows_back(part) for part in asked]), strict=True)), {}
+    for number, (q, k, v) in documents.items():
+        pieces, at = [returned[:0].view(0, H, d)], 0
+        for part in sorted(part for part in asked if part.document == number):
+            if at < part.start:
+                pieces.append(attend_rows(q[at : part.start], k[: part.start], v[: part.start]))
+            pieces.append(results[part].view(-1, H, d))
+            at = part.stop
+        outputs[number] = torch.cat([*pieces, *([attend_rows(q[at:], k, v)] if at < len(q) else [])])
+    return outputs
+
+
+# ==== 10. Two models in one: an encoder feeds a backbone ==============================================================
+
+
+class Sample(NamedTuple):
+    """Seconds of a sample in the encoder (of images, say) and in the backbone, forward and backward, and bytes that go
+    from one to the other and, as gradients, back."""
+
+    encode: float
+    backbone: float
+    nbytes: int
+
+
+def lock_step(samples, n):
+    """Each rank has both models and every n-th sample, and all wait for the slowest after each, as they do where
+    weights are gathered for every micro-batch (ZeRO-3)."""
+    tasks, before = [], ()
+    for i in range(0, len(samples), n):
+        batch = [Task(("both", j), (j - i,), samples[j].encode + samples[j].backbone, before)
+                 for j in range(i, min(i + n, len(samples)))]
+        tasks += batch
+        before = tuple(task.name for task in batch)
+    return tasks
+
+
+def by_cost(samples, n):
+    """Each rank has both models; samples go, the longest first, to who will be done first: the honest baseline."""
+    tasks, load = [], [0.0] * n
+    for i in sorted(range(len(samples)), key=lambda i: -samples[i].encode - samples[i].backbone):
+        rank = load.index(min(load))
+        load[rank] += samples[i].encode + samples[i].backbone
+        tasks.append(Task(("both", i), (rank,), samples[i].encode + samples[i].backbone))
+    return tasks
+
+
+def allocate(samples, n):
+    """How many of n ranks should encode: throughput matching, max over g of min(g / encode, (n - g) / backbone)."""
+    encode, backbone = sum(s.encode for s in samples), sum(s.backbone for s in samples)
+    return max(range(1, n), key=lambda g: min(g / max(encode, 1e-12), (n - g) / max(backbone, 1e-12)))
+
+
+def producer_consumer(samples, n, micro=4):
+    """The first ranks encode, in the order of the samples; the others have the backbone, and each, when it is free,
+    takes a micro-batch of what was encoded meanwhile: packed to equal cost (a rank's share in `micro` pieces), not to
+    equal count. ValueError for one rank. FlowTrain (2026), of which we know the abstract: the rest is our reading."""
+    if n < 2:
+        raise ValueError(f"{n} rank: encoder and backbone need one each: use 2 or more")
+    g, tasks = allocate(samples, n), []
+    free, done = [0.0] * g, {}
+    for i, sample in enumerate(samples):
+        rank = free.index(min(free))
+        done[i] = free[rank] = free[rank] + sample.encode
+        tasks.append(Task(("encode", i), (rank,), sample.encode))
+    room = sum(s.backbone for s in samples) / (n - g) / micro
+    batches, cost = [[]], 0.0
+    for i in sorted(done, key=done.get):
+        if batches[-1] and cost + samples[i].backbone > room:
+            batches.append([])
+            cost = 0.0
+        batches[-1].append(i)
+        cost += samples[i].backbone
+    free = [0.0] * (n - g)
+    for batch in batches:
+        cost, ready = sum(samples[i].backbone for i in batch), max(done[i] for i in batch)
+        rank = min(range(n - g), key=lambda r: max(free[r], ready))  # noqa: B023
+        free[rank] = max(free[rank], ready) + cost
+        tasks.append(Task(("backbone", *batch), (g + rank,), cost, tuple(("encode", i) for i in batch)))
+    return tasks
+
+
+def random_samples(count, seed):
+    """Images of very different sizes, texts of rather equal ones: milliseconds, as seconds."""
+    generator = np.random.default_rng(seed)
+    encode, text = generator.lognormal(-4.0, 1.0, count), generator.lognormal(-3.5, 0.4, count)
+    return [Sample(e, t + 0.5 * e, int(2e9 * e)) for e, t in zip(encode, text, strict=True)]
+
+
+# ==== 11. SkipPipe: micro-batches that leave out stages ===============================================================
+
+
+def skip_pipe(p, m, k, cost, most=None):
+    """m micro-batches, each through k of p stages, in order: (paths, tasks for play(), seconds of what is reserved).
+
+    One micro-batch after the other takes the path that is done first among what is already reserved: forward, then back
+    the same way. Conflicts that are avoided: two micro-batches at one stage (time), a stage that is visited more often
+    than the others (quota: m k / p visits each), more than `most` micro-batches in flight (default: p, as in 1F1B).
+    Greedy: what is reserved stays. SkipPipe 2502.19913 instead searches all micro-batches' paths together, by
+    conflict-based search. Embedding and loss are no stages here. cost: {"F", "B": seconds}."""
+    if not 1 <= k <= p:
+        raise ValueError(f"{k} of {p} stages: between 1 and all of them")
+    quota = [stop - start for start, stop in shares(m * k, p)]
+    busy, ends, paths, tasks = [[] for _ in range(p)], [], [], []
+
+    for i in range(m):
+        done = sorted((end, j) for j, end in enumerate(ends))[: max(0, i + 1 - (most or p))]  # before this one begins
+        begin = done[-1][0] if done else 0.0
+        best = {0: (begin, ())}  # visits: (when the last is done, path)
+        for stage in range(p):
+            reached = {} if quota[stage] == m - i else dict(best)  # all that are left have to come here
+            for visits, (ready, path) in best.items():
+                if quota[stage] and visits < k:
+                    found = earliest(busy[stage], ready, cost["F"]) + cost["F"], (*path, stage)
+                    reached[visits + 1] = min(found, reached.get(visits + 1, found))
+            best = reached
+        path, now = best[k][1], begin
+        needs = tuple(("B", j, paths[j][0]) for _, j in done)
+        for kind, order in (("F", path), ("B", path[::-1])):
+            for stage in order:
+                start = earliest(busy[stage], now, cost[kind])
+                now = start + cost[kind]
+                busy[stage].append((start, now))
+                tasks.append((start, Task((kind, i, stage), (stage,), cost[kind], needs)))
+                needs = ((kind, i, stage),)
+        for stage in path:
+            quota[stage] -= 1
+        ends.append(now)
+        paths.append(path)
+    return paths, [task for _, task in sorted(tasks, key=lambda item: item[0])], max(ends)
+
+
+def earliest(busy, ready, seconds):
+    """The first time, not before `ready`, at which nothing of busy [(start, end)] falls into the next `seconds`."""
+    for start, end in sorted(busy):
+        if ready + seconds <= start:
+            break
+        ready = max(ready, end)
+    return ready
+
+
+# ==== 12. A planner: what fits, how long it takes, what it sends and burns ============================================
+
+
+class Model(NamedTuple):
+    """causal=False: attention computes the masked half as well, as kernels did until 2022. heads: 0 for dim / 128."""
+
+    params: float
+    layers: int
+    dim: int
+    vocab: int
+    seq: int
+    heads: int = 0
+    causal: bool = True
+
+
+class Links(NamedTuple):
+    """Bytes a second out of each GPU: inside a host of `host` GPUs, and between hosts. Defaults: what an all-reduce
+    over H200s' NVLink gets, and an adapter of 400 Gbit/s a GPU. hidden: the largest share of a message's time that is
+    hidden under computation; measure_overlap finds half."""
+
+    host: int = 8
+    inside: float = 2.4e11
+    between: float = 5e10
+    hidden: float = 0.5
+
+
+class Chip(NamedTuple):
+    """peak: FLOP/s of dense bf16, and the shares of it that a large matrix product gets (product) and the FLOPs of a
+    training step (reach); memory: bytes/s; joules of a FLOP and of a byte of memory traffic, and watts besides.
+    Defaults: an H200's, peak by its data sheet, the rest as measure_plans and measure_energy find them."""
+
+    peak: float = 989e12
+    product: float = 0.8
+    reach: float = 0.48
+    memory: float = 4.3e12
+    flop: float = 8.3e-13
+    byte: float = 8.3e-11
+    watts: float = 123.0
+
+
+HOSTS, H200 = Links(), Chip()
+
+
+class Plan(NamedTuple):
+    """One way to train: the mesh, sequences of a micro-batch, whether layers are recomputed, ZeRO's stage over dp x cp;
+    micro-batches a step; GiB a GPU; seconds a step, bubble as a share of work; bytes that a rank of a middle stage
+    sends {kind: bytes}; joules of all GPUs."""
+
+    dp: int
+    pp: int
+    cp: int
+    tp: int
+    micro: int
+    recompute: bool
+    zero: int
+    count: int
+    gib: float
+    seconds: float
+    bubble: float
+    sent: dict
+    joules: float
+
+
+def attention_flops(model, tokens):
+    """Forward: two products of 2 D FLOPs for every key, of which a causal token sees half of the sequence."""
+    return 4 * tokens * model.dim * model.seq / (2 if model.causal else 1)
+
+
+def predict(model, links, chip, batch, dp, pp, cp, tp, micro, recompute, zero, state=(2, 2, 12), itemsize=2):
+    """The Plan of one choice: 1F1B, tensor with sequence parallelism, activations of `itemsize` bytes, `state` bytes of
+    weight, gradient and optimizer. Formulas are those of sections 2 to 8; nothing in here is fitted but `chip`."""
+    V, D, L, (w, g, o) = model.vocab, model.dim, model.layers, state
+    layers, m, shards = -(-L // pp), batch // (dp * micro), dp * cp
+    N = micro * model.seq // cp  # tokens of a micro-batch on a rank
+    layer, head = (model.params - 2 * V * D) / L / tp, V * D / tp  # weights on a rank
+    P = layers * layer + head * (2 if pp == 1 else 1)
+    width = lambda ranks, stride: links.inside if ranks * stride <= links.host else links.between  # noqa: E731
+
+    kept = tensor_parallel_bytes(model._replace(layers=1), N, tp, True, itemsize, True)  # by one layer's forward
+    flight = min(m, pp)
+    stream = itemsize * N * D / tp
+    activations = flight * layers * stream + kept if recompute else flight * layers * kept
+    gathered = 2 * w * layer * tp if zero == 3 else 0
+    memory = zero_bytes(P, shards, zero, w, g, o) + gathered + activations + 2 * stream
+
+    forward = layers * (2 * N * layer + attention_flops(model, N) / tp)  # FLOPs of a stage and micro-batch
+    work = (4 if recompute else 3) * forward + 6 * N * head
+    tensor = tensor_parallel_traffic(model._replace(layers=layers), N, tp, True, itemsize)
+    tensor += 4 * layers * N * D * itemsize * (tp - 1) / tp * recompute
+    ring = layers * 2 * N * D / tp * (2 * (cp - 1) * itemsize + 4 * cp * (cp > 1))  # twice round; gradients in fp32
+    pipe = stream * min(pp - 1, 2)  # forward, and where there is a stage before, backward
+    exposed = lambda message, under: max(message - under, (1 - links.hidden) * message)  # noqa: E731  seconds
+    ring_time = exposed(ring / width(cp, tp), 3 * layers * attention_flops(model, N) / tp / (chip.peak * chip.reach))
+    one = work / (chip.peak * chip.reach) + tensor / width(tp, 1) + ring_time + pipe / width(pp, dp * cp * tp)
+    weights, gradients = (x * P * (shards - 1) / shards for x in (w, g))
+    data = [2 * gradients, weights + gradients, m * gradients + weights, m * (2 * weights + gradients)][zero]
+    data_time = data / width(dp, cp * tp) if dp > 1 else data / width(cp, tp)
+    under = (2 / 3 if zero < 2 else m) * one * (1 - 1 / max(layers, 2))  # the last backward; all but the last unit's
+    bubble = bubble_formula("1f1b", pp, m)
+    update = 2 * P * (w + g + o) / (shards if zero else 1) / chip.memory
+    seconds = m * one * (1 + bubble) + exposed(data_time, under) + update
+    sent_ = dict(tensor=m * tensor, ring=m * ring, pipeline=m * pipe, data=data)
+
+    # Where a step is slower than its products would be alone, it moves bytes. (Roofline; 2606.23546's abstract.)
+    traffic = chip.memory * (m * work / chip.peak * (1 / chip.reach - 1 / chip.product) + update)
+    joules = dp * pp * cp * tp * (chip.flop * m * work + chip.byte * traffic + chip.watts * seconds)
+    return Plan(dp, pp, cp, tp, micro, recompute, zero, m, memory / 2**30, seconds, bubble, sent_, joules)
+
+
+def choices(model, gpus, links, batch):
+    """All (dp, pp, cp, tp, micro, recompute, zero) that divide what they have to."""
+    heads = model.heads or max(1, model.dim // 128)
+    divisors = [k for k in range(1, gpus + 1) if gpus % k == 0]
+    for tp, pp, cp in itertools.product(divisors, repeat=3):
+        if gpus % (tp * pp * cp) or tp > links.host or heads % tp or pp > model.layers or model.seq % (2 * cp):
+            continue
+        dp = gpus // (tp * pp * cp)
+        for micro in (1, 2, 4, 8):
+            if batch % (dp * micro) == 0:
+                stages = (0,) if dp * cp == 1 else (0, 1, 2, 3) if pp == 1 else (0, 1)
+                for recompute, zero in itertools.product((False, True), stages):
+                    yield dp, pp, cp, tp, micro, recompute, zero
+
+
+def plan(model, gpus, memory, links=HOSTS, batch=1024, chip=H200, **options):
+    """All Plans for `batch` sequences a step on `gpus` GPUs with `memory` GiB each, the fastest first, and of equally
+    fast ones the smallest. ValueError that says what is missing when there is none."""
+    if model.params <= 2 * model.vocab * model.dim or min(*model[:5], gpus, memory, batch) <= 0:
+        raise ValueError(f"params={model.params:.3g} with vocab={model.vocab} and dim={model.dim}: embedding and "
+                         f"classifier alone are {2 * model.vocab * model.dim:.3g}: all sizes must be positive and fit")
+    found = [predict(model, links, chip, batch, *choice, **options) for choice in choices(model, gpus, links, batch)]
+    if not found:
+        raise ValueError(f"batch={batch} sequences and {model.layers} layers cannot be shared out over {gpus} GPUs: "
+                         "take a batch that the number of GPUs divides, or fewer GPUs")
+    fits = [one for one in found if one.gib <= memory]
+    if not fits:
+        least = min(found, key=lambda one: one.gib)
+        more = (k * gpus for k in (2, 4, 8, 16, 32, 64, 128, 256))
+        enough = next((n for n in more if any(predict(model, links, chip, batch, *choice, **options).gib <= memory
+                                              for choice in choices(model, n, links, batch))), None)
+        raise ValueError(
+            f"no plan fits {gpus} GPUs of {memory:g} GiB: the smallest (dp {least.dp}, pp {least.pp}, cp {least.cp}, "
+            f"tp {least.tp}, ZeRO-{least.zero}, recomputed) takes {least.gib:.1f} GiB a GPU: "
+            + (f"{enough} GPUs of {memory:g} GiB would do" if enough else "no number of such GPUs up to "
+               f"{256 * gpus} does with batch={batch}: more memory a GPU is needed, or a larger batch"))
+    return sorted(fits, key=lambda one: (one.seconds, one.gib))
+
+
+def fabric_load(flows, spines, way):
+    """Flows on the fullest of `spines` links between two leaves of a network, all equal. "single-path": each
+    flow on one link; "spray": every packet on the next, in any order; "split": as single-path, but the flows that are
+    left over, flows mod spines, are split over all. 2407.00550."""
+    whole, rest = divmod(flows, spines)
+    return {"single-path": whole + (rest > 0), "spray": flows / spines, "split": whole + rest / spines}[way]
+
+
+# Published steps: (name, Model, gpus, batch, tp, pp, their share of peak), on A100s (312 TFLOP/s; hosts of 8; layers
+# recomputed; 2104.04473, table 1, which counts FLOPs as below), and on Frontier (2312.12705, whose abstract has no
+# mesh: the planner chooses; sizes as in Megatron's models of that size; half an MI250X, 191.5 TFLOP/s and 64 GiB).
+def gpt(layers, dim, heads, vocab=51200):
+    return Model(12 * layers * dim**2 + 2 * vocab * dim, layers, dim, vocab, 2048, heads, False)
+
+
+PUBLISHED = [("Megatron 1.7B", gpt(24, 2304, 24), 32, 512, 1, 1, 0.44),
+             ("Megatron 18B", gpt(40, 6144, 48), 256, 1024, 8, 1, 0.43),
+             ("Megatron 76B", gpt(60, 10240, 80), 1024, 1792, 8, 4, 0.45),
+             ("Megatron 310B", gpt(96, 16384, 128), 1920, 2160, 8, 16, 0.50),
+             ("Megatron 1T", gpt(128, 25600, 160), 3072, 3072, 8, 64, 0.52),
+             ("Frontier 22B", gpt(48, 6144, 48), 1024, 1024, None, None, 0.3838),
+             ("Frontier 175B", gpt(96, 12288, 96), 1024, 1024, None, None, 0.3614),
+             ("Frontier 1T", gpt(128, 25600, 160), 3072, 3072, None, None, 0.3196)]
+A100 = Chip(312e12, memory=2e12), Links(8, 2.4e11, 2.5e10)
+MI250X = Chip(191.5e12, memory=1.6e12), Links(8, 5e10, 1.25e10)
+
+
+def published_rows():
+    """[(name, share of peak predicted, published)]: `reach` is what makes the first row of each machine right."""
+    rows, reach = [], {}
+    for name, model, gpus, batch, tp, pp, share in PUBLISHED:
+        chip, links = A100 if tp else MI250X
+        def predicted(reach, chip=chip, links=links, model=model, gpus=gpus, batch=batch, tp=tp, pp=pp):
+            chip = chip._replace(reach=reach)
+            one = predict(model, links, chip, batch, gpus // (tp * pp), pp, 1, tp, 1, True, 0) if tp else (
+                next(x for x in plan(model, gpus, 64, links, batch, chip) if x.recompute))
+            tokens = batch * model.seq
+            flops = 4 * (2 * (model.params - 2 * model.vocab * model.dim) * tokens
+                         + model.layers * attention_flops(model, tokens)) + 6 * tokens * model.vocab * model.dim
+            return flops / (one.seconds * gpus * chip.peak)
+
+        if chip not in reach:
+            low, high = 0.01, 1.0
+            for _ in range(14):
+                middle = (low + high) / 2
+                low, high = (middle, high) if predicted(middle) < share else (low, middle)
+            reach[chip] = low
+        rows.append((name, predicted(reach[chip]), share))
+    return rows
+
+
+def parse_plan(text):
+    """The Model, GPUs, GiB, Links, batch and Chip of "params=8e9 layers=32 ...". ValueError names what is missing or
+    not known."""
+    numbers = {}
+    for item in text.split():
+        name, equals, value = item.partition("=")
+        try:
+            numbers[name] = float(value)
+        except ValueError:
+            raise ValueError(f"--plan: {item!r} is not of the form name=number") from None
+    required, optional = ["params", "layers", "dim", "vocab", "seq", "gpus", "gib"], ["link", "nvlink", "host", "batch",
+                                                                                      "heads", "tflops", "reach"]
+    missing, unknown = [k for k in required if k not in numbers], [k for k in numbers if k not in required + optional]
+    if missing or unknown:
+        what = "missing " + ", ".join(missing) if missing else "unknown " + ", ".join(unknown)
+        raise ValueError(f"--plan: {what}: it takes {' '.join(required)}, and may have {' '.join(optional)}")
+    whole_ = {k: int(numbers.get(k, 0)) for k in ("layers", "dim", "vocab", "seq", "gpus", "batch", "heads", "host")}
+    links, chip = HOSTS, H200
+    links = links._replace(host=whole_["host"] or links.host, inside=numbers.get("nvlink", links.inside / 1e9) * 1e9,
+                           between=numbers.get("link", links.between * 8e-9) / 8e-9)
+    chip = chip._replace(peak=numbers.get("tflops", chip.peak / 1e12) * 1e12, reach=numbers.get("reach", chip.reach))
+    model = Model(numbers["params"], *(whole_[k] for k in ("layers", "dim", "vocab", "seq", "heads")))
+    batch = whole_["batch"] or max(whole_["gpus"], 2**22 // max(1, whole_["seq"]))
+    return model, whole_["gpus"], numbers["gib"], links, batch, chip
+
+
+def print_plans(text, best=12):
+    """One screen: what was asked, the fastest plan of each mesh, and what its units mean."""
+    model, gpus, gib, links, batch, chip = parse_plan(text)
+    found = plan(model, gpus, gib, links, batch, chip)
+    tokens = batch * model.seq
+    print(f"{model.params:.3g} parameters, {model.layers} layers, D = {model.dim}; a step: {batch} sequences of "
+          f"{model.seq}, {tokens:,} tokens")
+    print(f"{gpus} GPUs of {gib:g} GiB, {chip.peak / 1e12:g} TFLOP/s of which {chip.reach:.0%} are reached; "
+          f"{links.inside / 1e9:g} GB/s in a host of {links.host}, {links.between * 8e-9:g} Gbit/s a GPU between hosts")
+    print(f"{len(found)} plans fit; the fastest of each mesh:\n")
+    line = "{:>4}{:>4}{:>4}{:>4}{:>6}{:>10}{:>5} |{:>6}{:>8}{:>7} |{:>9}{:>6}{:>8}{:>8}{:>7}{:>8} |{:>8}"
+    print(line.format(*[""] * 7, "GiB", "", "", "tokens/s", "of", "GB sent", "by a", "GPU,", "for", "MJ"))
+    print(line.format("dp", "pp", "cp", "tp", "micro", "recompute", "ZeRO", "a GPU", "s/step", "bubble", "a GPU",
+                      "peak", "tensor", "ring", "pipe", "data", "a step"))
+    flops = 6 * (model.params - model.vocab * model.dim) * tokens + 3 * model.layers * attention_flops(model, tokens)
+    shown = set()
+    for one in found:
+        if one[:4] in shown or len(shown) == best:
+            continue
+        shown.add(one[:4])
+        print(line.format(*one[:5], "yes" if one.recompute else "no", one.zero, f"{one.gib:.0f}", f"{one.seconds:.3f}",
+                          f"{one.bubble:.2f}", f"{tokens / one.seconds / gpus:,.0f}",
+                          f"{flops / one.seconds / gpus / chip.peak:.0%}",
+                          *(f"{x / 1e9:.1f}" for x in one.sent.values()), f"{one.joules / 1e6:.3f}"))
+
+
+# ==== 13. Losing a rank, and finding a slow one =======================================================================
+
+
+def keyed_dropout(x, chance, *key):
+    """Dropout of one sample x (T, D) whose mask depends on `key` (seed, step, sample, layer) alone: the same on
+    whatever rank, in whatever micro-batch, however often it is made."""
+    seed = np.random.SeedSequence(key).generate_state(1, np.uint64)[0]
+    mask = torch.rand(x.shape, generator=torch.Generator().manual_seed(int(seed))) >= chance
+    return x * mask.to(x) / (1 - chance)
+
+
+class Membership:
+    """Who is alive. Ranks agree through the store that their parent keeps (torchrun's, or 01's spawn): the connections
+    between survivors cannot tell, as some of them still wait for the dead."""
+
+    def __init__(self, timeout):
+        place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        self.store = dist.TCPStore(*place, is_master=False, timeout=datetime.timedelta(seconds=timeout))
+        self.members, self.me = list(range(dist.get_world_size())), dist.get_rank()  # numbers of the first world
+        self.epoch, self.timeout = 0, timeout
+
+    def gone(self, ranks):
+        """Those whose end their parent has seen."""
+        return [r for r in ranks if self.store.check([f"gone/{r}"])]
+
+    def agreed(self, step, good):
+        """Whether all have all sums of this step: the last to say yes says it for all; whoever has an error, sees that
+        somebody is gone, or waits too long, says no. The store keeps what came first, and so no step is taken by some
+        of us and not by others."""
+        key, deadline = f"elastic/{self.epoch}/step/{step}", time.monotonic() + self.timeout
+        if good and self.store.add(f"{key}/yes", 1) == len(self.members):
+            self.store.compare_set(key, "", "yes")
+        while not self.store.check([key]):
+            if not good or self.gone(self.members) or time.monotonic() > deadline:
+                self.store.compare_set(key, "", "no")
+            time.sleep(0.001)
+        return self.store.get(key) == b"yes"
+
+    def rebuild(self):
+        """A new default group of who is still there; they wait for each other, but not for whom the parent saw end.
+        Leaving the old group closes its connections, which wakes who still waits in it. OSError if they went on
+        without us."""
+        self.epoch += 1
+        dist.destroy_process_group()
+        arrivals.clear()
+        key, deadline = f"elastic/{self.epoch}", time.monotonic() + self.timeout
+        here = lambda r: self.store.check([f"{key}/here/{r}"])  # noqa: E731
+        self.store.set(f"{key}/here/{self.me}", "")
+        while time.monotonic() < deadline and not all(here(r) for r in self.members if r not in self.gone([r])):
+            time.sleep(0.01)
+        seen = ",".join(str(r) for r in self.members if here(r))
+        members = self.store.compare_set(f"{key}/members", "", seen).decode()  # the first view is everybody's
+        self.members = [int(r) for r in members.split(",")]
+        if self.me not in self.members:
+            raise OSError(f"rank {self.me} was too late: ranks {self.members} have gone on: give more than "
+                          f"{self.timeout} s of timeout")
+        dist.init_process_group("gloo", store=dist.PrefixStore(f"{key}/group", self.store),
+                                rank=self.members.index(self.me), world_size=len(self.members),
+                                timeout=datetime.timedelta(seconds=self.timeout))
+
+
+def reshape_mesh(n, pp, layers):
+    """(dp, pp) for n ranks that are left: about as many stages as before; of two equally near numbers the larger, whose
+    ranks hold less."""
+    fits = [k for k in range(1, min(n, layers) + 1) if n % k == 0]
+    stages = min(fits, key=lambda k: (abs(k - pp), -k))
+    return n // stages, stages
+
+
+def units_on(stage, stages, layers):
+    """What Stage gives to a stage, in units that have one owner: 0 the embedding, then the blocks, last the head."""
+    start, stop = shares(layers, stages)[stage]
+    return [0] * (stage == 0) + list(range(1 + start, 1 + stop)) + [1 + layers] * (stage == stages - 1)
+
+
+class Elastic:
+    """Training of a GPT of 01 on dp x pp CPU ranks (gloo) that goes on, with the same losses, when ranks are killed.
+
+    Kept: the whole batch, the scale of its gradients, random numbers by sample; anew: groups, and the cut of the layers
+    into stages. A lost rank's weights and AdamW's state come from another pipeline's copy; OSError when none is left.
+    The model must start alike on all ranks; what a rank does not own is NaN. ElasWave 2510.00606, of which we know the
+    abstract (it also keeps pipelines of unequal length; ours are equal)."""
+
+    def __init__(self, model, dp, pp, lr=1e-3, chance=0.1, seed=0, timeout=TIMEOUT):
+        self.model, self.membership, self.timeout = model, Membership(timeout), timeout
+        self.chance, self.seed, self.queue, self.moved, self.place = chance, seed, WeightQueue(), 0, None
+        for i, block in enumerate(model.blocks):
+            block.register_forward_hook(functools.partial(self.drop, i))
+        modules = [[model.embedding], *([block] for block in model.blocks), [model.norm]]
+        self.units = [[p for module in unit for p in module.parameters()] for unit in modules]
+        self.units[-1].append(model.classifier)
+        self.optimizers = [torch.optim.AdamW(unit, lr=lr) for unit in self.units]
+        self.arrange(dp, pp)
+        self.settle()
+
+    def drop(self, layer, block, inputs, y):
+        return keyed_dropout(y[0], self.chance, self.seed, *self.place, layer).unsqueeze(0)
+
+    def arrange(self, dp, pp):
+        """Groups, this rank's stage, and the ranks that own each unit."""
+        layers, world, self.dp, self.pp = len(self.model.blocks), dist.get_world_size(), dp, pp
+        self.groups = make_groups(dp=dp, pp=pp, timeout=self.timeout)
+        held = [units_on(rank // dp, pp, layers) for rank in range(world)]  # pp varies slowest
+        self.owners = [[rank for rank in range(world) if unit in held[rank]] for unit in range(layers + 2)]
+        self.mine = held[dist.get_rank()]
+        self.stage = Stage(self.model, dist.get_rank() // dp, pp, self.queue)
+
+    def settle(self):
+        """Nothing is left of what others own, so that no mistake can read it; and gradients are summed anew."""
+        for unit in set(range(len(self.units))) - set(self.mine):
+            self.optimizers[unit].state.clear()
+            for p in self.units[unit]:
+                p.data.fill_(math.nan)
+        self.sums = data_parallel(self.stage, self.groups.dp)
+        self.sums.enabled = False  # run_pipeline adds to gradients itself
+
+    def state(self, unit):
+        """All tensors of a unit: weights and AdamW's state, made if it is not there."""
+        tensors = []
+        for p in self.units[unit]:
+            state = self.optimizers[unit].state[p]
+            if not state:
+                state.update(step=torch.zeros(()), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+            tensors += [p.data, *state.values()]
+        return tensors
+
+    def recover(self):
+        """Go on with who is left: a new group, a new cut, and what this rank owns now from who owned it before."""
+        before, owners = self.membership.members, self.owners
+        self.model.zero_grad()
+        self.sums.close()
+        self.groups = self.sums = None  # a group keeps its connections as long as anybody holds it
+        self.membership.rebuild()
+        now = self.membership.members
+        owners = [[now.index(before[r]) for r in ranks if before[r] in now] for ranks in owners]
+        lost = [unit for unit, ranks in enumerate(owners) if not ranks]
+        if lost:
+            raise OSError(f"no copy of units {lost} is left on ranks {now}: start again from a checkpoint")
+        self.arrange(*reshape_mesh(len(now), self.pp, len(self.model.blocks)))
+        for unit, (old, new) in enumerate(zip(owners, self.owners, strict=True)):
+            for to in sorted(set(new) - set(old)):
+                for tensor in self.state(unit) if dist.get_rank() in (old[0], to) else ():
+                    if dist.get_rank() == to:
+                        dist.recv(tensor, old[0])
+                    else:
+                        dist.send(tensor, to)
+                        self.moved += tensor.nbytes
+        self.settle()
+
+    def gradient(self, step, tokens, targets):
+        """The sums over all ranks of the gradients of the batch (B, T), a sample a micro-batch; its loss, on all."""
+        start, stop = shares(len(tokens), self.dp)[rank_in(self.groups.dp)]
+        kept, C, samples = (targets != -100).sum(), self.model.classifier, itertools.count(start)
+
+        def stage(x):  # is called for one sample after the other
+            self.place = step, next(samples)
+            return self.stage(x)
+
+        def loss(y, i):
+            targets_ = targets[start + i].unsqueeze(0)
+            return base.linear_cross_entropy_reference(y, C, targets_, reduction="sum") / kept
+
+        like = torch.empty(1, tokens.shape[1], C.shape[1], dtype=C.dtype)
+        ops = one_f_one_b(self.pp, stop - start)[rank_in(self.groups.pp)]
+        mine = run_pipeline(ops, [stage], self.queue, tokens[start:stop].split(1), loss, self.groups, like)
+        self.sums.finish()
+        return all_reduce(torch.as_tensor(mine, dtype=torch.float64), dist.group.WORLD).item()
+
+    def step(self, step, tokens, targets):
+        """Step number `step` on the batch tokens, targets (B, T), the same on all ranks; its loss. When ranks are lost,
+        the same step again with those who are left."""
+        while True:
+            try:
+                loss, good = self.gradient(step, tokens, targets), True
+            except RuntimeError:  # a connection broke
+                loss, good = None, False
+            if self.membership.agreed(step, good):
+                break
+            self.recover()
+        for unit in self.mine:
+            self.optimizers[unit].step()
+            self.optimizers[unit].zero_grad()
+        return loss
+
+
+def message_delays(slow=(), repeats=2):
+    """(n, n) seconds from a common start until a message from rank i (row) has arrived at rank j (column), the least of
+    some, on all ranks. In turn k, each rank sends to the k-th after it. slow: {("sender", i), ("receiver", j) or
+    ("link", i, j): seconds} that are waited there, for a test."""
+    n, me, slow = dist.get_world_size(), dist.get_rank(), dict(slow)
+    delays = torch.full((n, n), math.inf)
+
+    def send(to):
+        time.sleep(slow.get(("sender", me), 0) + slow.get(("link", me, to), 0))
+        dist.send(torch.zeros(1), to)
+
+    for k in list(range(1, n)) * repeats:
+        to, source = (me + k) % n, (me - k) % n
+        sender = threading.Thread(target=send, args=(to,))  # so that a slow sender is no slow receiver
+        dist.barrier()
+        start = time.perf_counter()
+        sender.start()
+        time.sleep(slow.get(("receiver", me), 0))
+        dist.recv(torch.zeros(1), source)
+        delays[source, me] = min(delays[source, me].item(), time.perf_counter() - start)
+        sender.join()
+    dist.all_reduce(delays, dist.ReduceOp.MIN)
+    return delays
+
+
+def find_slow(delays, factor=3.0, least=0.02):
+    """What a delay matrix (n, n), sender by receiver, says: [("sender", i)] of rows and [("receiver", j)] of columns
+    that are slow throughout, and [("link", i, j)] of other slow cells. Slow: `factor` times the median of all, and
+    `least` seconds above it. ValueError for fewer than 3 ranks. C4 2406.04594, of which we know the abstract."""
+    n = len(delays)
+    if n < 3:
+        raise ValueError(f"{n} ranks: a slow sender and a slow link look alike: 3 are needed")
+    others = ~torch.eye(n, dtype=torch.bool)
+    usual = delays[others].median()
+    slow = (delays > max(factor * usual, usual + least)) & others
+    rows, columns = ((slow | ~others).all(dim).nonzero().flatten().tolist() for dim in (1, 0))
+    cells = [(i, j) for i, j in slow.nonzero().tolist() if i not in rows and j not in columns]
+    return [*(("sender", i) for i in rows), *(("receiver", j) for j in columns), *(("link", *cell) for cell in cells)]
+
+
+# ==== 14. Checks: each runs on all ranks at once; alone, it starts two ================================================
 
 
 def device_for(ranks):
@@ -1212,14 +2229,15 @@ def device_for(ranks):
     return "cuda" if base.HAS_CUDA and torch.cuda.device_count() >= ranks else "cpu"
 
 
-def in_ranks(function, ranks, *arguments, device=None, timeout=TIMEOUT):
-    """What function(*arguments), of this file, returns on rank 0 of `ranks` new processes, which have the bugs that are
-    planted here. The errors of ranks are raised here, as one."""
+def in_ranks(function, ranks, *arguments, device=None, timeout=TIMEOUT, spare=0):
+    """What function(*arguments), of this file, returns on the first of `ranks` new processes, which have the bugs that
+    are planted here. The errors of ranks are raised here, as one; `spare` of them may be killed."""
     planted = [name for name, (_, attribute, bug) in BREAKS.items() if globals()[attribute] is bug]
     enough_queues()
     with tempfile.TemporaryDirectory() as folder:
         try:
-            base.spawn(one_rank, ranks, device or device_for(ranks), (function, planted, folder, arguments), timeout)
+            base.spawn(one_rank, ranks, device or device_for(ranks), (function, planted, folder, arguments), timeout,
+                       spare=spare)
         except (ProcessExitedException, ProcessRaisedException) as error:
             said = {}
             for file in sorted(Path(folder).glob("*.error")):
@@ -1231,7 +2249,7 @@ def in_ranks(function, ranks, *arguments, device=None, timeout=TIMEOUT):
             first = next((kind for kind in ("AssertionError", "ValueError") if kind in kinds), kinds[0])
             text = "; ".join(f"rank {', '.join(who)}: {text}" for (kind, text), who in said.items() if kind == first)
             raise {"AssertionError": AssertionError, "ValueError": ValueError}.get(first, OSError)(text) from None
-        return torch.load(Path(folder, "0.pt"), weights_only=False)
+        return torch.load(min(Path(folder).glob("*.pt")), weights_only=False)
 
 
 def enough_queues():
@@ -1247,9 +2265,7 @@ def one_rank(function, planted, folder, arguments):
         globals()[BREAKS[name][1]] = BREAKS[name][2]
     rank = dist.get_rank()
     try:
-        result = globals()[function](*arguments)
-        if rank == 0:
-            torch.save(result, Path(folder, "0.pt"))
+        torch.save(globals()[function](*arguments), Path(folder, f"{rank}.pt"))
     except Exception as error:
         if not isinstance(error, (AssertionError, ValueError, RuntimeError, OSError)):
             traceback.print_exc()  # a mistake in here, not of the user
@@ -1898,6 +2914,297 @@ def check_memory_instead():
     must_raise("pass a folder", lambda: Offload(small_model("cpu")))
 
 
+def check_simulator(seeds=30):
+    """Random tasks with needs, some on several resources: nothing starts before what it needs or overlaps on a
+    resource, nothing is lost, and the end is neither before the longest chain or the busiest resource nor after the sum
+    of all; lists that cannot end are refused."""
+    for seed in range(seeds):
+        generator = np.random.default_rng(seed)
+        tasks = []
+        for i in range(40):
+            on = tuple(generator.choice(5, generator.integers(1, 3), replace=False).tolist())
+            needs = tuple((j,) for j in generator.choice(i, min(i, 2), replace=False).tolist()) if i else ()
+            tasks.append(Task((i,), on, float(generator.random()), needs))
+        times = play(tasks)
+        require(len(times) == 40, "tasks are lost")
+        chain = {}
+        for task in tasks:
+            start, end = times[task.name]
+            require(abs(end - start - task.seconds) < 1e-12, f"{task.name} takes another time")
+            require(all(times[need][1] <= start for need in task.needs), f"{task.name} starts before what it needs")
+            chain[task.name] = task.seconds + max((chain[need] for need in task.needs), default=0)
+        for resource in range(5):
+            mine = sorted(times[task.name] for task in tasks if resource in task.on)
+            require(all(a[1] <= b[0] + 1e-12 for a, b in itertools.pairwise(mine)), f"two at once on {resource}")
+            require(sum(b - a for a, b in mine) <= span(tasks) + 1e-9, "busier than there is time")
+        require(max(chain.values()) <= span(tasks) + 1e-9 <= sum(t.seconds for t in tasks) + 2e-9, "no such span")
+    must_raise("wait for each other", lambda: play([Task((0,), (0,), 1, ((1,),)), Task((1,), (0,), 1)]))
+
+
+def check_uneven(seeds=12, n=16):
+    """Every policy: all tokens and all pairs, once. Disaggregation: no row twice, the largest load never above fixed
+    packing's, nobody lacks while another has too much. FlexSP: within its capacity, never slower than the best
+    homogeneous division. The other policies promise no such thing: the first case in which each is slower."""
+    worse, rates = {}, rates_of(4096)
+    for seed in range(seeds):
+        tokens = (1 + seed % 3) * 4096 * n
+        lengths = lognormal_lengths(tokens, seed, longest=tokens // 8, mu=6.0 + seed % 3)
+        pairs, capacity, rows = sum(pairs_of(0, s) for s in lengths), 2 * tokens // n, end_to_end(lengths, n)
+        fixed = fixed_packing(rows, n, rates)
+        moves = disaggregate(rows, n, rates)
+        times, splits = {}, {"fixed": fixed, "disaggregated": with_moves(fixed, moves, rates),
+                             "two layouts": two_layouts(lengths, n, rates)}
+        for name, search in (("homogeneous", homogeneous), ("FlexSP", flexible)):
+            times[name], groups, splits[name] = search(lengths, n, rates, capacity)
+            require(sum(groups) == n and max(splits[name].tokens) <= capacity, f"{name}: {groups} hold too much")
+        for name, split in splits.items():
+            exact = 1e-9 * pairs
+            require(abs(sum(split.tokens) - tokens) <= 1e-6, f"{name}: {sum(split.tokens)} of {tokens} tokens")
+            require(abs(sum(split.pairs()) - pairs) <= exact, f"{name}: {sum(split.pairs())} of {pairs} pairs")
+            require(min(split.early + split.late) >= -exact, f"{name}: less than no work")
+            times[name] = span(layer_tasks(split, rates))
+            busiest = max(t * rates.token + p * rates.pair for t, p in zip(split.tokens, split.pairs(), strict=True))
+            require(times[name] >= busiest * (1 - 1e-9), f"{name}: faster than its busiest rank")
+        seen = Counter()
+        for part, to in moves:
+            require(part.home != to and 0 <= part.start < part.stop <= lengths[part.document], f"{part} to {to}")
+            seen.update((part.document, row) for row in range(part.start, part.stop))
+        require(max(seen.values(), default=1) == 1, "a row is done twice")
+        before, after = fixed.pairs(), splits["disaggregated"].pairs()
+        require(max(after) <= max(before), f"disaggregation makes the largest load larger: {max(before)}, {max(after)}")
+        lack, surplus = pairs / n - min(after), max(after) - pairs / n  # both only where no single row is small enough
+        require(lack <= max(0.1 * pairs / n, max(lengths)) or surplus <= max(lengths), "one lacks, another has more")
+        require(times["FlexSP"] <= times["homogeneous"], f"FlexSP {times['FlexSP']}: a division was missed")
+        for name in ("disaggregated", "two layouts"):
+            if times[name] > times["homogeneous"]:
+                worse.setdefault(name, f"seed {seed}: {name} {1e3 * times[name]:.1f} ms, homogeneous "
+                                       f"{1e3 * times['homogeneous']:.1f}")
+    must_raise("find no room", lambda: homogeneous([100, 900], 4, rates, 200))
+    return list(worse.values())
+
+
+@on_ranks
+def check_elsewhere():
+    """Rows of queries done by other ranks: outputs and gradients are the serial ones, the bytes those of the plan; also
+    when only one rank has anything to give."""
+    n, me, worst = dist.get_world_size(), dist.get_rank(), 0.0
+    group, H, d = mesh(dp=n).data, 2, 8
+    for seed in range(4):
+        generator = torch.Generator().manual_seed(seed)
+        lengths = torch.randint(1, 40, (n + 2,), generator=generator).tolist()
+        homes = [*range(n), *([0, 0] if seed % 2 else [n - 1, 0])]  # each rank has one at least, some more
+        tensors = [[torch.randn(s, H, d, generator=generator, dtype=torch.float64).to(here()).requires_grad_()
+                    for _ in "qkv"] for s in lengths]
+        weights = [torch.randn(s, H, d, generator=generator, dtype=torch.float64).to(here()) for s in lengths]
+        rates = Rates(1, 1, 1, 1, n, H * d * 8, H * d * 8)
+        rows = [Rows(i, 0, s, home) for i, (s, home) in enumerate(zip(lengths, homes, strict=True))]
+        moves = disaggregate(rows, n, rates, tolerance=0.0)
+        require(bool(moves), "nothing is moved")
+        mine = {i: tensors[i] for i, home in enumerate(homes) if home == me}
+        sent.clear()
+        outputs = attention_elsewhere(mine, moves, group)
+        found = torch.autograd.grad(sum((outputs[i] * weights[i]).sum() for i in mine), sum(mine.values(), []))
+        split = with_moves(fixed_packing(rows, n, rates), moves, rates)
+        planned = sum(v for moved in (split.there, split.back) for (a, _), v in moved.items() if a == me)
+        require(sent["all-to-all"] == planned, f"{sent['all-to-all']} bytes sent, {planned} planned")
+        for i in mine:
+            q, k, v = tensors[i]
+            scores = torch.einsum("ihd,jhd->hij", q, k) / math.sqrt(d)
+            scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
+            want = torch.einsum("hij,jhd->ihd", scores.softmax(-1), v)
+            exact = torch.autograd.grad((want * weights[i]).sum(), (q, k, v))
+            at = 3 * list(mine).index(i)
+            named = lambda *tensors: dict(zip(("out", "dq", "dk", "dv"), tensors, strict=True))  # noqa: E731
+            worst = max(worst, compare(f"document {i}", named(outputs[i], *found[at : at + 3]), named(want, *exact)))
+    return worst
+
+
+def check_flow(seeds=20):
+    """Every sample is encoded and trained on once, the latter after the former; the allocation is the best of all;
+    nothing is faster than the work allows. Where samples can be shared out by cost, two pools lose: a case of it."""
+    worse = []
+    for seed in range(seeds):
+        n = 2 + seed % 7
+        samples = random_samples(12 * n, seed)
+        tasks = producer_consumer(samples, n)
+        encoded = [task.name[1] for task in tasks if task.name[0] == "encode"]
+        trained = [i for task in tasks if task.name[0] == "backbone" for i in task.name[1:]]
+        require(sorted(encoded) == sorted(trained) == list(range(len(samples))), "samples are lost, or done twice")
+        require(all({("encode", i) for i in t.name[1:]} == set(t.needs) for t in tasks if t.name[0] == "backbone"),
+                "a micro-batch does not wait for its samples")
+        work = [sum(s.encode for s in samples), sum(s.backbone for s in samples)]
+        g = allocate(samples, n)
+        slowest = min(max(work[0] / a, work[1] / (n - a)) for a in range(1, n))
+        require(abs(max(work[0] / g, work[1] / (n - g)) - slowest) < 1e-12, f"{g} of {n} ranks encode: not the best")
+        apart, cost, step = (span(f(samples, n)) for f in (producer_consumer, by_cost, lock_step))
+        require(apart >= slowest - 1e-9 and min(cost, step) >= sum(work) / n - 1e-9, "faster than the work allows")
+        require(cost <= sum(work) / n + max(s.encode + s.backbone for s in samples), "shared out badly")
+        if apart > cost:
+            worse.append(f"seed {seed}, {n} ranks: two pools {apart / cost - 1:.0%} slower than shared out by cost")
+    must_raise("one each", lambda: producer_consumer(samples, 1))
+    return worse[:1]
+
+
+def check_skip(seeds=40):
+    """Random p, m, k, costs: each micro-batch goes through k different stages in order, every stage has its quota, no
+    two are at a stage at once, no more than allowed are in flight; played, it takes what was reserved. With all stages
+    it is no faster than its work. Greedy promises no more: a case in which the same work without skipping is faster."""
+    worse = []
+    for seed in range(seeds):
+        generator = np.random.default_rng(seed)
+        p, m = int(generator.integers(1, 9)), int(generator.integers(1, 25))
+        k, most = int(generator.integers(1, p + 1)), int(generator.integers(1, p + 1))
+        cost = dict(F=1.0, B=float(generator.integers(1, 4)), W=0.0)
+        paths, tasks, reserved = skip_pipe(p, m, k, cost, most)
+        require(all(len(path) == k and list(path) == sorted(set(path)) for path in paths), f"seed {seed}: {paths}")
+        visits = [sum(s in path for path in paths) for s in range(p)]
+        require(len(paths) == m and max(visits) - min(visits) <= 1, f"seed {seed}: visits {visits}")
+        require(len(tasks) == 2 * m * k, f"seed {seed}: work is lost")
+        times = play(tasks)
+        require(span(tasks) <= reserved + 1e-9, f"seed {seed}: {span(tasks)} s, but {reserved} are reserved")
+        lives = [(min(times["F", i, s][0] for s in path), max(times["B", i, s][1] for s in path))
+                 for i, path in enumerate(paths)]
+        flight = max(sum(a <= t < b for a, b in lives) for t, _ in lives)
+        require(flight <= most, f"seed {seed}: {flight} in flight, {most} allowed")
+        require(span(tasks) >= max(visits) * (cost["F"] + cost["B"]) - 1e-9, f"seed {seed}: faster than its work")
+        same_work = simulate(one_f_one_b(p, m), cost).span * k / p
+        if most == p and span(tasks) > same_work + 1e-9:
+            worse.append(f"SkipPipe, p={p}, m={m}, k={k}: {span(tasks):g}, as much work in thin stages {same_work:g}")
+    must_raise("between 1 and all", lambda: skip_pipe(4, 4, 5, cost))
+    return worse[:1]
+
+
+def check_planner(seeds=12):
+    """Plans use all GPUs, fit their memory, are sorted; more memory is never slower, no plan beats the work; what it
+    holds is what sections 2 and 3 say; impossible wishes are refused with what is missing. Networks: split loads no
+    link more than spraying does."""
+    for seed in range(seeds):
+        generator = np.random.default_rng(seed)
+        model = gpt(int(generator.integers(2, 40)), 128 * int(generator.integers(2, 40)), 0)
+        gpus, batch, gib = 2 ** int(generator.integers(0, 8)), 2 ** int(generator.integers(7, 11)), 80.0
+        try:
+            found, more = plan(model, gpus, gib, batch=batch), plan(model, gpus, 2 * gib, batch=batch)
+        except ValueError as error:
+            require("would do" in str(error) or "is needed" in str(error), str(error))
+            continue
+        require(all(x.dp * x.pp * x.cp * x.tp == gpus and x.gib <= gib for x in found), "a plan does not fit")
+        require([x.seconds for x in found] == sorted(x.seconds for x in found), "not sorted")
+        kept = {*map(repr, found)} <= {*map(repr, more)}
+        require(more[0].seconds <= found[0].seconds and kept, "more memory makes it slower")
+        flops = 6 * model.layers * 12 * model.dim**2 * batch * model.seq
+        require(found[0].seconds >= flops / (gpus * H200.peak * H200.reach), "faster than its FLOPs")
+        alone = predict(model, HOSTS, H200, batch, gpus, 1, 1, 1, 1, False, 3)
+        shard = 16 * model.params / gpus
+        layers = tensor_parallel_bytes(model, model.seq, 1, True, 2, True)
+        unit = 4 * 12 * model.dim**2 + 4 * model.seq * model.dim  # stage 3's gathered layer twice, E and dE
+        require(abs(alone.gib * 2**30 / (shard + layers + unit) - 1) < 0.01, "ZeRO-3 holds something else")
+    small = gpt(4, 256, 2)
+    must_raise("GPUs of 0.1 GiB would do", lambda: plan(small, 1, 0.1))
+    must_raise("more memory a GPU is needed", lambda: plan(gpt(4, 25600, 0), 1, 1))
+    must_raise("cannot be shared out", lambda: plan(small, 7, 80, batch=6))
+    must_raise("embedding and classifier alone", lambda: plan(Model(1e6, 4, 256, 50000, 64), 1, 80))
+    must_raise("missing seq, gib", lambda: parse_plan("params=1e9 layers=2 dim=256 vocab=100 gpus=8"))
+    must_raise("unknown gibs", lambda: parse_plan("params=1e9 layers=2 dim=256 vocab=100 gpus=8 gib=1 gibs=2 seq=8"))
+    must_raise("not of the form", lambda: parse_plan("params=1e9 layers"))
+    for flows, spines in itertools.product(range(1, 40), range(1, 17)):
+        single, spray, split = (fabric_load(flows, spines, way) for way in ("single-path", "spray", "split"))
+        require(abs(split - spray) < 1e-12 and spray <= single == math.ceil(flows / spines), f"{flows}, {spines}")
+
+
+def elastic_batches(model, steps=8, count=6):
+    return [tiny_tokens(model, count, seed) for seed in range(steps)]
+
+
+def train_elastic(victim, when):
+    """One of four ranks, dp 2 x pp 2, of which `victim` is killed between two samples of step `when`: losses, who goes
+    on and how, bytes that were sent to restore what was lost and that had to be, seconds of the step with the loss."""
+    trainer = Elastic(tiny(4, layers=6), 2, 2)
+    me, owners, losses, times = dist.get_rank(), trainer.owners, [], []
+
+    def fatal(*inputs):
+        if me == victim and trainer.place in ((when, 1), (when, 4)):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    for block in trainer.stage.blocks:
+        block.register_forward_pre_hook(fatal)
+    for step, batch in enumerate(elastic_batches(trainer.model)):
+        start = time.perf_counter()
+        losses.append(trainer.step(step, *batch))
+        times.append(time.perf_counter() - start)
+    now, expected = trainer.membership.members, 0
+    for unit, old, new in zip(trainer.units, owners, trainer.owners, strict=True):
+        expected += sum(now[rank] not in old for rank in new) * sum(3 * p.nbytes + 4 for p in unit)
+    moved = all_reduce(torch.tensor(trainer.moved), dist.group.WORLD).item()
+    return losses, now, (trainer.dp, trainer.pp), (moved, expected), times[when]
+
+
+def undisturbed():
+    """Losses of the same steps in one process, by a loop that knows nothing of ranks."""
+    model = tiny(4, layers=6).cpu()
+    optimizer, losses, place = torch.optim.AdamW(model.parameters(), lr=1e-3), [], SimpleNamespace(key=None)
+    for i, block in enumerate(model.blocks):
+        block.register_forward_hook(lambda b, x, y, i=i: keyed_dropout(y[0], 0.1, 0, *place.key, i).unsqueeze(0))
+    for step, (tokens, targets) in enumerate(elastic_batches(model)):
+        total = 0.0
+        for sample in range(len(tokens)):
+            place.key = step, sample
+            one = slice(sample, sample + 1)
+            loss = base.linear_cross_entropy_reference(
+                model(tokens[one]), model.classifier, targets[one], reduction="sum") / (targets != -100).sum()
+            loss.backward()
+            total += loss.item()
+        losses.append(total)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def check_elastic(victims=(2,), when=3):
+    """Four processes, one killed by SIGKILL in the middle of a step: the losses of all steps are those of one
+    undisturbed process to 1e-12; what was sent to restore is what had to be; masks depend on their key alone."""
+    x, key = torch.ones(8, 16, dtype=torch.float64), (0, 1, 2, 3)
+    require(torch.equal(keyed_dropout(x, 0.5, *key), keyed_dropout(x, 0.5, *key)), "a mask is not made again")
+    others = [keyed_dropout(x, 0.5, *key[:i], 9, *key[i + 1 :]) for i in range(4)]
+    require(not any(torch.equal(other, keyed_dropout(x, 0.5, *key)) for other in others), "a number is not in the key")
+    results, want = [], undisturbed()
+    for victim in victims:
+        found = in_ranks("train_elastic", 4, victim, when, device="cpu", spare=1)
+        losses, members, shape, (moved, expected), seconds = found
+        left = [rank for rank in range(4) if rank != victim]
+        require(members == left and shape == (1, 3), f"ranks {members} go on as {shape}")
+        errors = [abs(a / b - 1) for a, b in zip(losses, want, strict=True)]
+        worst = max(errors)
+        require(worst <= 1e-12, f"rank {victim} killed: the loss of step {errors.index(worst)} is off by {worst:.1e}")
+        require(moved == expected, f"{moved} bytes restored, {expected} were missing")
+        results.append((worst, moved, expected, seconds))
+    return results
+
+
+SLOW = [(), [("sender", 1)], [("receiver", 2)], [("link", 3, 0)], [("sender", 3), ("receiver", 0)]]
+
+
+def name_slow(seconds=0.06):
+    """What find_slow says of each of SLOW, waited by real processes."""
+    return [find_slow(message_delays({fault: seconds for fault in faults})) for faults in SLOW]
+
+
+def check_slow(seeds=30):
+    """Injected slow senders, receivers and links are named, and nothing else: in random matrices, by 4 processes."""
+    for seed in range(seeds):
+        generator = np.random.default_rng(seed)
+        n = int(generator.integers(4, 12))
+        delays = torch.from_numpy(generator.uniform(1.0, 1.5, (n, n)))
+        i, j, a, b = generator.choice(n, 4, replace=False).tolist()
+        faults = [("sender", i), ("receiver", j), ("link", a, b)][seed % 4 : seed % 4 + 2]
+        for kind, *at in faults:
+            where = {"sender": (at[0], slice(None)), "receiver": (slice(None), at[0]), "link": tuple(at)}
+            delays[where[kind]] *= 5
+        require(sorted(find_slow(delays)) == sorted(faults), f"seed {seed}: {find_slow(delays)}, not {faults}")
+    must_raise("3 are needed", lambda: find_slow(torch.ones(2, 2)))
+    for found, faults in zip(in_ranks("name_slow", 4, device="cpu"), SLOW, strict=True):
+        require(sorted(found) == sorted(faults), f"{found} is named, {list(faults)} was slow")
+
+
 # The bugs of --break, each easy to ship.
 
 
@@ -1949,6 +3256,17 @@ def _no_correction(dout, q, k, v, out, lse, causal, gradients=block_gradients):
     return gradients(dout, q, k, v, torch.zeros_like(out), lse, causal)
 
 
+def _upper_left(q, k):
+    """The mask's corner is at the first key, not at the last."""
+    return [(slice(0, q.shape[2]), True)] + [(slice(q.shape[2], None), False)] * (q.shape[2] < k.shape[2])
+
+
+class _NoMoments(Elastic):
+    def state(self, unit):
+        """A checkpoint of the weights alone."""
+        return [p.data for p in self.units[unit]]
+
+
 # name: (the check that must catch it, what is replaced, the bug)
 BREAKS = {
     "axes-swapped": (check_groups, "make_groups", _axes_swapped),
@@ -1966,10 +3284,18 @@ BREAKS = {
     "unweighted-merge": (check_context, "merge", _unweighted),
     "no-correction": (check_context, "block_gradients", _no_correction),
     "address-reused": (check_memory_instead, "on_death", lambda *arguments: None),
+    "whole-documents": (check_uneven, "first_row", lambda stop, room: 0),
+    "upper-left": (check_elsewhere, "blocks_of", _upper_left),
+    "half-and-half": (check_flow, "allocate", lambda samples, n: max(1, n // 2)),
+    "double-booked": (check_skip, "earliest", lambda busy, ready, seconds: ready),
+    "unsharded": (check_planner, "zero_bytes", lambda P, n, stage, w, g, o: P * (w + g + o)),
+    "transposed": (check_slow, "find_slow", lambda delays, find=find_slow: find(delays.T)),
+    "unkeyed": (check_elastic, "keyed_dropout", lambda x, chance, *key: F.dropout(x, chance)),
+    "no-moments": (check_elastic, "Elastic", _NoMoments),
 }
 
 
-# ==== 10. Measurements ================================================================================================
+# ==== 15. Measurements ================================================================================================
 
 
 def built(*config, dtype=torch.float32):
@@ -2319,11 +3645,226 @@ def measure_ring(B=1, H=16, T=65536, d=128):
     return rows
 
 
+def perform(tasks):
+    """What play() simulates, done: this rank sleeps through its tasks, each of which is on one rank, and tells ranks
+    whose tasks need them (gloo). Seconds until all are done."""
+    me, home = dist.get_rank(), {task.name: task.on[0] for task in tasks}
+    tag, heard, telling = {task.name: i for i, task in enumerate(tasks)}, set(), []
+    told = {name: {home[task.name] for task in tasks if name in task.needs} - {home[name]} for name in home}
+    everybody()
+    start = time.perf_counter()
+    for task in tasks:
+        if home[task.name] == me:
+            for name in task.needs:
+                if home[name] != me and name not in heard:
+                    dist.recv(torch.zeros(1), home[name], tag=tag[name])
+                    heard.add(name)
+            time.sleep(task.seconds)
+            telling += [dist.isend(torch.zeros(1), rank, tag=tag[task.name]) for rank in told[task.name]]
+    for work in telling:
+        work.wait()
+    everybody()
+    return time.perf_counter() - start
+
+
+def measure_sleepers():
+    """Simulated schedules beside four real processes that compute by sleeping."""
+    n, samples, cost = dist.get_world_size(), random_samples(32, 0), dict(F=0.02, B=0.04)
+    skips = skip_pipe(n, 2 * n, n - 1, cost)[1]
+    full = skip_pipe(n, 2 * n, n, cost)[1]
+    schedules = {f"all of {n} stages": full, f"SkipPipe, {n - 1} of {n} stages": skips,
+                 "encoder + backbone, in lock step": lock_step(samples, n), "  shared out by cost": by_cost(samples, n),
+                 "  two pools (FlowTrain)": producer_consumer(samples, n)}
+    return [Row(name, f"simulated; {n} processes", 1e3 * span(tasks), 1e3 * perform(tasks), "ms", None)
+            for name, tasks in schedules.items()]
+
+
+def planned_step(config, batch, micro, groups, dtype):
+    """A function that does a training step of a GPT over these groups, AdamW included, on random tokens."""
+    model, queue, p = built(*config, dtype=dtype), WeightQueue(), size(groups.pp)
+    V, T = model.config.vocab, model.config.seq
+    tensor_parallel(model, groups.tp, sequence=True)
+    if groups.cp is not None:
+        context_parallel(model, groups.cp)
+    stage = Stage(model, rank_in(groups.pp), p, queue) if p > 1 else model
+    handle = data_parallel(stage, groups.data)
+    optimizer = torch.optim.AdamW(stage.parameters(), lr=1e-4, fused=here().type == "cuda")
+    mine = batch // size(groups.dp)
+    tokens = torch.randint(V, (mine, T), generator=torch.Generator().manual_seed(0)).to(here())
+    parts = [split_sequence(part, groups.cp) if groups.cp else part for part in tokens.split(micro)]
+    loss = lambda y, i: vocab_parallel_cross_entropy(  # noqa: E731
+        y, model.classifier, parts[i], groups.tp, V, sequence=groups.tp is not None, reduction="sum") / (batch * T)
+    like = torch.empty(micro, T, model.config.dim, device=here(), dtype=dtype)
+
+    def step():
+        handle.enabled = False
+        if p > 1:
+            run_pipeline(one_f_one_b(p, len(parts))[rank_in(groups.pp)], [stage], queue, parts, loss, groups, like)
+        for i, part in enumerate(parts if p == 1 else ()):
+            handle.enabled = i == len(parts) - 1
+            loss(model(part), i).backward()
+        handle.finish()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def measure_plans():
+    """Training steps by several plans, and what predict() says of them: bytes sent, and on GPUs GiB and seconds, with
+    `reach` from one GPU alone and the speed of links from an all-reduce."""
+    n, gpu, rows = dist.get_world_size(), here().type == "cuda", []
+    config = (16384, 1024, 8, 16, 2048) if gpu else (128, 32 * n, 2 * n, 2 * n, 16 * n)
+    dtype, state = (torch.bfloat16, (2, 2, 4)) if gpu else (torch.float32, (4, 4, 8))
+    V, T, L, heads, D = config
+    batch, chip, links = 8 * n if gpu else 2 * n, H200, HOSTS
+    model = Model(12 * L * D**2 + 2 * V * D, L, D, V, T, heads)
+    options = dict(state=state, itemsize=dtype.itemsize)
+    if gpu:
+        step = planned_step(config, batch // n, batch // n, Groups(None, None, None, None, None, {}), dtype)
+        alone = base.bench(step, here(), warmup=3, runs=9).median / 1e3
+        guess = predict(model, links, chip, batch // n, 1, 1, 1, 1, batch // n, False, 0, **options)
+        update = 2 * model.params * sum(state) / chip.memory
+        chip = chip._replace(reach=chip.reach * (guess.seconds - update) / (alone - update))
+        message, world = torch.zeros(2**27, device=here(), dtype=torch.bfloat16), mesh(dp=n).data
+        everybody()
+        ms = base.bench(lambda: dist.all_reduce(message, group=world), here(), 3, 9).median
+        links = links._replace(inside=2 * (n - 1) / n * message.nbytes / ms * 1e3)
+        del step, message
+        notes.append(f"plans: one GPU reaches {chip.reach:.0%} of {chip.peak / 1e12:g} TFLOP/s; an all-reduce of "
+                     f"256 MiB runs at {links.inside / 1e9:.0f} GB/s")
+    shapes = [dict(dp=n), dict(tp=n), dict(pp=n), dict(cp=n)] + ([dict(dp=2, tp=n // 2)] if n == 4 else [])
+    for shape in shapes:
+        name = " x ".join(f"{axis} {k}" for axis, k in shape.items())
+        per = batch // shape.get("dp", 1)
+        micro = per // (2 * n) if "pp" in shape else per
+        sizes = {axis: shape.get(axis, 1) for axis in ("dp", "pp", "cp", "tp")}
+        one = predict(model, links, chip, batch, **sizes, micro=max(1, micro), recompute=False, zero=0, **options)
+        held = torch.cuda.memory_allocated() if gpu else 0
+        step = planned_step(config, batch, max(1, micro), mesh(**sizes), dtype)
+        step()
+        sent.clear()
+        step()
+        most = all_reduce(torch.tensor(sum(sent.values()), device=here()), dist.group.WORLD, dist.ReduceOp.MAX).item()
+        planned = sum(one.sent.values())
+        rows.append(Row(f"plan {name}: sends", "predict()", planned / MIB, most / MIB, band=(0.95, 1.05)))
+        if gpu:
+            torch.cuda.reset_peak_memory_stats()
+            everybody()
+            times = base.bench(step, here(), warmup=2, runs=9)
+            peak = (torch.cuda.max_memory_allocated() - held) / 2**30
+            rows.append(Row("  a step", "predict()", 1e3 * one.seconds, times.median, "ms", None))
+            rows.append(Row("  at the peak", "predict()", one.gib, peak, "GiB", None))
+        del step
+        if gpu:
+            torch.cuda.empty_cache()
+    return rows
+
+
+@contextlib.contextmanager
+def watts_of(device, samples):
+    """Fills `samples` with (seconds, watts) of a GPU, 20 a second, as nvidia-smi reads them; OSError if it cannot."""
+    gpu = f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}"
+    command = ["nvidia-smi", gpu, "--query-gpu=power.draw.instant", "--format=csv,noheader,nounits", "-lms", "50"]
+    meter = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+    def read():
+        for line in meter.stdout:
+            with contextlib.suppress(ValueError):  # "[N/A]"
+                samples.append((time.perf_counter(), float(line)))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        time.sleep(0.5)
+        if not samples:
+            raise OSError("nvidia-smi does not answer questions about power here")
+        yield samples
+    finally:
+        meter.terminate()
+        reader.join()
+
+
+def measure_energy(seconds=3.0):
+    """GPUs: power of waiting, of matrix products and of copies gives predict()'s coefficients; with them, the energy of
+    training on all GPUs, data parallel, predicted, and integrated from nvidia-smi."""
+    n, samples, config, batch = dist.get_world_size(), [], (16384, 1024, 8, 16, 2048), 8 * dist.get_world_size()
+    A = torch.randn(8192, 8192, device=here(), dtype=torch.bfloat16)
+    train, long = planned_step(config, batch, 8, mesh(dp=n), torch.bfloat16), torch.zeros(2**29, device=here())
+
+    def repeat(work, each):
+        """Watts, and times a second, of doing work(), of about `each` seconds, over and over."""
+        start, settled, times = time.perf_counter(), None, 0
+        while time.perf_counter() < start + seconds:
+            if settled is None and time.perf_counter() > start + seconds / 4:  # clocks, and the meter, take a while
+                settled, times = time.perf_counter(), 0
+            for _ in range(math.ceil(0.2 / each)):
+                work()
+                times += 1
+            torch.cuda.synchronize()
+        stop = time.perf_counter()
+        watts = statistics.mean(watts for t, watts in samples if settled <= t <= stop)
+        return watts, times / (stop - settled)
+
+    try:
+        with watts_of(here(), samples):
+            idle, _ = repeat(lambda: time.sleep(0.2), 0.2)
+            busy, products = repeat(lambda: A @ A, 2e-3)
+            copying, additions = repeat(lambda: long.add_(1), 1e-3)
+            everybody()
+            training, steps = repeat(train, 0.05)
+    except OSError as error:
+        notes.append(f"energy: {error}")
+        return []
+    byte = (copying - idle) / (2 * long.nbytes * additions)
+    flop = (busy - idle - byte * 3 * A.nbytes * products) / (2 * 8192**3 * products)
+    V, T, L, heads, D = config
+    model = Model(12 * L * D**2 + 2 * V * D, L, D, V, T, heads)
+    chip = H200._replace(product=2 * 8192**3 * products / H200.peak, memory=2 * long.nbytes * additions, flop=flop,
+                         byte=byte, watts=idle)
+    for _ in range(2):  # `reach` that makes the time that of this run: energy is predicted of FLOPs and time
+        one = predict(model, HOSTS, chip, batch, n, 1, 1, 1, 8, False, 0, state=(2, 2, 4))
+        chip = chip._replace(reach=chip.reach * one.seconds * steps)
+    measured = all_reduce(torch.tensor(training / steps, device=here()), dist.group.WORLD).item()
+    notes.append(f"energy, a GPU: {idle:.0f} W waiting, {busy:.0f} W in matrix products, {copying:.0f} W in copies, "
+                 f"{training:.0f} W in training: {flop * 1e12:.2f} pJ a FLOP, {byte * 1e12:.1f} pJ a byte")
+    return [Row(f"energy of a training step, {n} GPUs", "a FLOPs + b bytes + W t", one.joules, measured, "J", None)]
+
+
+def measure_uneven(total=16384, H=32, d=128):
+    """GPUs: attention of documents of unequal lengths, forward and backward, where they are and balanced."""
+    n, rows, group = dist.get_world_size(), [], mesh(dp=dist.get_world_size()).data
+    lengths = [total] + [total // 4] * 4 * (n - 1)  # the first rank has one long document, the others four short ones
+    homes = [0] + [1 + i // 4 for i in range(4 * (n - 1))]
+    parts = [Rows(i, 0, s, home) for i, (s, home) in enumerate(zip(lengths, homes, strict=True))]
+    rates = rates_of(H * d, shared=1)
+    fixed = fixed_packing(parts, n, rates)
+    torch.manual_seed(dist.get_rank())
+    mine = {part.document: [torch.randn(part.stop, H, d, device=here(), dtype=torch.bfloat16, requires_grad=True)
+                            for _ in "qkv"] for part in parts if part.home == dist.get_rank()}
+    alone = None
+    for name, moves in (("where it is", []), ("disaggregated", disaggregate(parts, n, rates))):
+
+        def step(moves=moves):
+            outputs = attention_elsewhere(mine, moves, group)
+            torch.autograd.backward(list(outputs.values()), [out.detach() for out in outputs.values()])
+
+        everybody()
+        time_ = base.bench(step, here(), warmup=2, runs=7).median
+        slowest = all_reduce(torch.tensor(time_, device=here()), dist.group.WORLD, dist.ReduceOp.MAX).item()
+        alone = alone or slowest
+        load = max(with_moves(fixed, moves, rates).pairs())
+        rows.append(Row(f"attention of uneven documents, {name}", "t x most pairs of a rank",
+                        alone * load / max(fixed.pairs()), slowest, "ms", None))
+    return rows
+
+
 notes = []  # lines that are printed after the rows
 CHECKS = [check_groups, check_data_parallel, check_zero, check_tensor_parallel, check_vocabulary, check_forge,
-          check_forged_model, check_schedules, check_pipeline, check_context, check_memory_instead]
-MEASUREMENTS = [measure_zero, measure_activations, measure_bubbles, measure_memory_instead]
-ON_GPUS = [measure_overlap, measure_tensor, measure_vocabulary, measure_ring]
+          check_forged_model, check_schedules, check_pipeline, check_context, check_memory_instead, check_elsewhere]
+BY_ONE = [check_simulator, check_uneven, check_flow, check_skip, check_planner, check_slow, check_elastic]
+MEASUREMENTS = [measure_zero, measure_activations, measure_bubbles, measure_memory_instead, measure_plans]
+ON_GPUS = [measure_overlap, measure_tensor, measure_vocabulary, measure_ring, measure_uneven, measure_energy]
 
 
 def all_checks():
@@ -2368,7 +3909,39 @@ def under_torchrun(device):
         raise OSError(f"rank {rank} of {world}: others did not come, or went: {reason}") from None
 
 
+def print_policies(n=16, tokens=16384):
+    """What each policy makes of the same uneven documents; the planner beside published runs; flows over a network."""
+    rates, seed = rates_of(4096), 0
+    lengths = lognormal_lengths(n * tokens, seed)
+    rows = end_to_end(lengths, n)
+    fixed = fixed_packing(rows, n, rates)
+    moved, two = with_moves(fixed, disaggregate(rows, n, rates), rates), two_layouts(lengths, n, rates)
+    found = {name: search(lengths, n, rates, 2 * tokens) for name, search in
+             (("best homogeneous groups", homogeneous), ("FlexSP", flexible))}
+    best = found["best homogeneous groups"][0]
+    policies = [("fixed packing", fixed, False), ("core attention disaggregated", moved, False),
+                ("  messages by all adapters", moved, True), ("two layouts (Zeppelin)", two, False),
+                ("  messages by all adapters", two, True),
+                *((f"{name}: {', '.join(map(str, groups))}", split, False)
+                  for name, (_, groups, split) in found.items())]
+    print(f"\na layer, D = 4096, {n} GPUs in hosts of 8, simulated: {len(lengths)} documents, {sum(lengths):,} tokens, "
+          f"the longest {max(lengths):,}")
+    print(f"{'':<52}max/mean of tokens  of pairs  GB sent      ms  of the best homogeneous")
+    for name, split, routed in policies:
+        uneven = [max(x) / (sum(x) / n) for x in (split.tokens, split.pairs())]
+        sent_, ms = (split.there.total() + split.back.total()) / 1e9, span(layer_tasks(split, rates, routed))
+        print(f"{name:<52}{uneven[0]:18.2f}{uneven[1]:10.2f}{sent_:9.2f}{1e3 * ms:8.1f}{ms / best:10.2f}")
+    print("\nshare of peak, published and by the planner (reach fitted to the first of each machine):")
+    print("; ".join(f"{name} {share:.1%}, {got:.1%} (x {got / share:.2f})" for name, got, share in published_rows()))
+    print("9 flows over 8 links, flows on the fullest: " + ", ".join(
+        f"{way} {fabric_load(9, 8, way):g}" for way in ("single-path", "spray", "split")))
+
+
 def body(device, ledger, args):
+    if args.plan:
+        if args.readme:
+            raise ValueError("--readme publishes a whole run: leave --plan out")
+        return print_plans(args.plan)
     torchrun = "RANK" in os.environ
     ranks = int(os.environ["WORLD_SIZE"]) if torchrun else 2 if args.ranks is None else args.ranks
     if torchrun and args.ranks not in (None, ranks):
@@ -2381,10 +3954,17 @@ def body(device, ledger, args):
                          "or --device cpu")
     if torchrun:
         where, errors, rows, said = under_torchrun(args.device or device_for(local))
+        single = {}
     else:
         where, errors, rows, said = in_ranks("everything", ranks, device=args.device)
-    print(f"{ranks} processes on {where}; checks passed: {', '.join(errors)}\n")
+        single = {check.__name__[6:]: check() for check in BY_ONE}  # these start processes as they need them
+        rows += in_ranks("measure_sleepers", 4, device="cpu")
+    print(f"{ranks} processes on {where}; checks passed: {', '.join([*errors, *single])}\n")
     errors["tensor parallel"], errors["sequence parallel"] = errors["tensor parallel"]
+    for error, moved, expected, seconds in single.get("elastic", ()):
+        errors["losses after a rank is killed"] = error
+        rows.append(Row("restored from a copy", "lost weights + moments", expected / MIB, moved / MIB, band=(1, 1)))
+        rows.append(Row("the step with the loss", "-", None, 1e3 * seconds, "ms", None))
     for name, error in errors.items():
         if error is not None:
             ledger.row(f"{name}: error", "fp64, against serial", 1e-12, error, "", (0, 1))
@@ -2396,6 +3976,9 @@ def body(device, ledger, args):
     for zigzag in (False, True):
         print(f"ring attention, {'zigzag' if zigzag else 'contiguous'}: pairs that each rank computes for "
               f"{32 * ranks} positions {attention_work(32 * ranks, ranks, zigzag)}")
+    print_policies()
+    print("\nnot always better, the first random case of each: " + "; ".join(sum(filter(None, (
+        single.get(name) for name in ("uneven", "flow", "skip"))), [])))
     p, m = 4, 8
     print(f"\nschedules, {p} ranks, {m} micro-batches: digits forward, letters backward, * weights, . waiting")
     for name, schedule in SCHEDULES.items():
@@ -2405,6 +3988,8 @@ def body(device, ledger, args):
 
 def add_arguments(parser):
     parser.add_argument("--ranks", type=int, help="processes (default: 2)")
+    parser.add_argument("--plan", metavar="WISH", help="answer a wish and stop: \"params=8e9 layers=32 dim=4096 "
+                        "vocab=128256 seq=8192 gpus=64 gib=141 link=400\" (units: see section 12)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where every rank can have a GPU")
 
 
