@@ -1,4 +1,4 @@
-"""05 - One model on many processes: what to cut, what to send, and what it saves.
+"""05 - One model on many processes: what to cut, what to send, what it saves; who waits for whom; and who is lost.
 
 The problem in one number
     Llama 3 70B in training takes 16 bytes a parameter (bf16 weights and gradients, AdamW in fp32): 1.1 TB, and a GPU
@@ -12,22 +12,32 @@ The maths                             n ranks; P parameters of w bytes, gradient
     vocabulary (4)        lse = m + log sum_r exp(lse_r - m), m = max_r lse_r          one MAX, one SUM of 2 N numbers
     pipeline (6)          p stages, m micro-batches: idle time / work = (p - 1) / m, less with other orders of work
     context (7)           softmax over all keys from blocks of keys, merged by log-sum-exp as in 02
+    documents (9)         s tokens cost a s + b s^2: equal tokens are not equal work
+    planner (12)          time = FLOPs / speed + messages that nothing hides + bubble; energy = a FLOPs + b bytes + W t
   f: identity forward, sum over ranks backward. g: the reverse. All of (3) and (4) is: f before a matrix cut by its
   outputs, g after one cut by its inputs. Gather along the sequence and reduce-scatter are such a pair, too.
+
+Sections 1 to 8 cut the model. Sections 9 to 12 decide: policies for uneven documents, for two models in one and for
+stages that are skipped, all played by one small simulator (play, in section 6) and set beside real processes; and a
+planner that asks the formulas of all sections. Section 13 goes on when a rank is killed, and names slow ones.
 
 How to launch
     python 05_parallelism.py                     2 processes: one a GPU if there are two (NCCL), else on the CPU (gloo)
     python 05_parallelism.py --ranks 4
     torchrun --nproc-per-node 2 05_parallelism.py
+    python 05_parallelism.py --plan "params=8e9 layers=32 dim=4096 vocab=128256 seq=8192 gpus=64 gib=141 link=400"
     python 05_parallelism.py --break no-f        plant a famous bug and watch its check fail (exit status 1)
 
 References
     Megatron-LM 1909.08053 (tensor), 2104.04473 (pipelines), 2205.05198 (sequence, recomputation). ZeRO 1910.02054.
-    Zero Bubble Pipeline Parallelism 2401.10241. Ring Attention 2310.01889. Cut cross-entropy 2411.09009.
-    SSDTrain 2408.10013 (abstract only: what it names is here, how is ours). FORGE 2606.22932.
+    Zero Bubble Pipeline Parallelism 2401.10241. Ring Attention 2310.01889. Cut cross-entropy 2411.09009. FORGE
+    2606.22932. DistCA 2510.18121, FlexSP 2412.01523, SkipPipe 2502.19913, packet spraying 2407.00550.
+    Of these we know the abstract: what it names is here, how is ours. SSDTrain 2408.10013, Zeppelin 2509.21841,
+    FlowTrain (2026), ElasWave 2510.00606, C4 2406.04594, energy of fine-tuning 2606.23546, Frontier 2312.12705.
 
 Left out on purpose: overlap of tensor-parallel sums with matrix products, 2-D and 3-D tensor parallelism, DualPipe and
-V-shaped schedules, Ulysses (all-to-all over heads), ZeRO with micro-batches.
+V-shaped schedules, ZeRO with micro-batches; the solvers of the papers of sections 9 to 11, where ours are greedy;
+losing a rank over NCCL, whose watchdog ends the others.
 """
 
 import contextlib
@@ -1326,8 +1336,8 @@ def layer_tasks(split, rates, routed=False):
     return tasks
 
 
-class Rows(NamedTuple):
-    """Rows start to stop of a document, whose queries are on rank `home`."""
+class Queries(NamedTuple):
+    """Rows start to stop of a document's queries, which are on rank `home`."""
 
     document: int
     start: int
@@ -1336,20 +1346,20 @@ class Rows(NamedTuple):
 
 
 def end_to_end(lengths, n):
-    """The documents one after the other, cut into n pieces of equally many tokens: [Rows]."""
+    """The documents one after the other, cut into n pieces of equally many tokens: [Queries]."""
     rows, at = [], 0
     cuts = shares(sum(lengths), n)
     for document, length in enumerate(lengths):
         for home, (start, stop) in enumerate(cuts):
             a, b = max(start, at), min(stop, at + length)
             if a < b:
-                rows.append(Rows(document, a - at, b - at, home))
+                rows.append(Queries(document, a - at, b - at, home))
         at += length
     return rows
 
 
 def add_keys(split, rows, earlier, rates):
-    """Rows that need keys and values of the ranks which have the rows before, and send their gradients back."""
+    """These rows need keys and values of the ranks that have the rows before, and send back their gradients."""
     for other in earlier:
         keys = max(0, min(other.stop, rows.stop) - other.start)
         if other.home != rows.home and keys:
@@ -1370,7 +1380,7 @@ def fixed_packing(rows, n, rates):
 
 
 def disaggregate(rows, n, rates, tolerance=0.1):
-    """Core attention has no weights, so any rank can do any of it: [(Rows, to)] whose attention is to be done
+    """Core attention has no weights, so any rank can do any of it: [(Queries, to)] whose attention is to be done
     elsewhere. The rank that lacks most takes, from ranks with more than the mean, the last rows of whichever document
     can be sent fastest for their pairs, until it is within the tolerance. Nobody gives below the mean or takes above
     it, so the largest load never grows; but who has too much may keep some, when nobody lacks enough. DistCA 2510.18121
@@ -1411,13 +1421,12 @@ def moved_bytes(part, rates):
     return 2 * (part.stop - part.start) * rates.width + 2 * part.stop * rates.keys
 
 
-def with_moves(split, moves, rates):
-    """A copy of the split with these rows' attention done elsewhere."""
-    split = Split(*(x.copy() for x in split))
+def with_moves(rows, n, moves, rates):
+    """Fixed packing with the attention of some rows done elsewhere."""
+    split, begins = fixed_packing(rows, n, rates), {part.document: part.home for part in rows if part.start == 0}
     for part, to in moves:
         pairs = pairs_of(part.start, part.stop)
-        source = split.early if split.early[part.home] >= pairs else split.late
-        source[part.home] -= pairs
+        (split.early if begins[part.document] == part.home else split.late)[part.home] -= pairs
         split.late[to] += pairs
         split.there[part.home, to] += moved_bytes(part, rates)
         split.back[to, part.home] += moved_bytes(part, rates)
@@ -1505,26 +1514,26 @@ def two_layouts(lengths, n, rates, finest=0.5):
     split.tokens[:] = [sum(lengths) / n] * n
     surplus, lack = ([max(0.0, sign * (t - sum(lengths) / n)) for t in tokens] for sign in (1, -1))
     givers = [r for r in range(n) if lack[r] > 0]  # have more tokens in the matrices than in attention
-    for r in range(n):
-        for giver in givers:
-            moved = min(surplus[r], lack[giver])
-            if moved > 0:
-                split.there[giver, r] += 2 * moved * (rates.width + rates.keys)
-                split.back[r, giver] += 2 * moved * (rates.width + rates.keys)
-                surplus[r] -= moved
-                lack[giver] -= moved
-        if any(b == r for _, b in split.there):
+    for r, giver in itertools.product(range(n), givers):
+        moved = min(surplus[r], lack[giver])
+        if moved > 0:
+            split.there[giver, r] += 2 * moved * (rates.width + rates.keys)
+            split.back[r, giver] += 2 * moved * (rates.width + rates.keys)
+            surplus[r] -= moved
+            lack[giver] -= moved
             split.late[r] += split.early[r]
             split.early[r] = 0
     return split
 
 
 class _Exchange(torch.autograd.Function):
-    """Rows to the ranks, counts[r] of them to rank r; backward sends the gradients back."""
+    """Rows to the ranks, give[r] of them to rank r, take[r] of them from it; backward sends the gradients back."""
 
     @staticmethod
     def forward(ctx, x, give, take, group):
         ctx.give, ctx.take, ctx.group = give, take, group
+        if group is None:
+            return x.view_as(x)
         out = x.new_empty(sum(take), x.shape[1])
         dist.all_to_all_single(out, x.contiguous(), take, give, group=group)
         sent["all-to-all"] += (sum(give) - give[rank_in(group)]) * x.shape[1] * x.itemsize
@@ -1574,10 +1583,10 @@ def attend_rows(q, k, v):
 
 
 def attention_elsewhere(documents, moves, group):
-    """Attention of this rank's documents {number: (q, k, v)}, each (T, H, d), with the rows of `moves`, of
-    disaggregate(), done by other ranks: {number: (T, H, d)}. Every rank calls it, with all moves, and its backward.
+    """Attention of this rank's documents {number: (q, k, v)}, one at least, each (T, H, d), with the rows of `moves`,
+    of disaggregate(), done by other ranks: {number: (T, H, d)}. Every rank calls it, with all moves, and its backward.
 
-    What travels is queries there and outputs back; autograd sends their gradients the other way."""
+    Queries, keys and values travel there and outputs back; autograd sends their gradients the other way."""
     n, me = size(group), rank_in(group)
     q = next(iter(documents.values()))[0]
     H, d = q.shape[1:]
@@ -1913,9 +1922,9 @@ PUBLISHED = [("Megatron 1.7B", gpt(24, 2304, 24), 32, 512, 1, 1, 0.44),
              ("Megatron 76B", gpt(60, 10240, 80), 1024, 1792, 8, 4, 0.45),
              ("Megatron 310B", gpt(96, 16384, 128), 1920, 2160, 8, 16, 0.50),
              ("Megatron 1T", gpt(128, 25600, 160), 3072, 3072, 8, 64, 0.52),
-             ("Frontier 22B", gpt(48, 6144, 48), 1024, 1024, None, None, 0.3838),
-             ("Frontier 175B", gpt(96, 12288, 96), 1024, 1024, None, None, 0.3614),
-             ("Frontier 1T", gpt(128, 25600, 160), 3072, 3072, None, None, 0.3196)]
+             ("Frontier 22B", gpt(48, 6144, 48), 1024, 8192, None, None, 0.3838),
+             ("Frontier 175B", gpt(96, 12288, 96), 1024, 8192, None, None, 0.3614),
+             ("Frontier 1T", gpt(128, 25600, 160), 3072, 24576, None, None, 0.3196)]
 A100 = Chip(312e12, memory=2e12), Links(8, 2.4e11, 2.5e10)
 MI250X = Chip(191.5e12, memory=1.6e12), Links(8, 5e10, 1.25e10)
 
@@ -2075,8 +2084,9 @@ class Elastic:
     """Training of a GPT of 01 on dp x pp CPU ranks (gloo) that goes on, with the same losses, when ranks are killed.
 
     Kept: the whole batch, the scale of its gradients, random numbers by sample; anew: groups, and the cut of the layers
-    into stages. A lost rank's weights and AdamW's state come from another pipeline's copy; OSError when none is left.
-    The model must start alike on all ranks; what a rank does not own is NaN. ElasWave 2510.00606, of which we know the
+    into stages. A lost rank's weights and AdamW's state come from another pipeline's copy; OSError when none is left; a
+    loss while another is repaired ends the run. The model must start alike on all ranks; what a rank does not own is
+    NaN. ElasWave 2510.00606, of which we know the
     abstract (it also keeps pipelines of unequal length; ours are equal)."""
 
     def __init__(self, model, dp, pp, lr=1e-3, chance=0.1, seed=0, timeout=TIMEOUT):
@@ -2167,11 +2177,14 @@ class Elastic:
     def step(self, step, tokens, targets):
         """Step number `step` on the batch tokens, targets (B, T), the same on all ranks; its loss. When ranks are lost,
         the same step again with those who are left."""
+        failed = None
         while True:
             try:
                 loss, good = self.gradient(step, tokens, targets), True
             except RuntimeError:  # a connection broke
-                loss, good = None, False
+                if self.membership.members == failed:
+                    raise  # nobody was lost since it failed before: it is something else
+                loss, good, failed = None, False, self.membership.members
             if self.membership.agreed(step, good):
                 break
             self.recover()
@@ -2952,7 +2965,7 @@ def check_uneven(seeds=12, n=16):
         pairs, capacity, rows = sum(pairs_of(0, s) for s in lengths), 2 * tokens // n, end_to_end(lengths, n)
         fixed = fixed_packing(rows, n, rates)
         moves = disaggregate(rows, n, rates)
-        times, splits = {}, {"fixed": fixed, "disaggregated": with_moves(fixed, moves, rates),
+        times, splits = {}, {"fixed": fixed, "disaggregated": with_moves(rows, n, moves, rates),
                              "two layouts": two_layouts(lengths, n, rates)}
         for name, search in (("homogeneous", homogeneous), ("FlexSP", flexible)):
             times[name], groups, splits[name] = search(lengths, n, rates, capacity)
@@ -2997,14 +3010,14 @@ def check_elsewhere():
                     for _ in "qkv"] for s in lengths]
         weights = [torch.randn(s, H, d, generator=generator, dtype=torch.float64).to(here()) for s in lengths]
         rates = Rates(1, 1, 1, 1, n, H * d * 8, H * d * 8)
-        rows = [Rows(i, 0, s, home) for i, (s, home) in enumerate(zip(lengths, homes, strict=True))]
+        rows = [Queries(i, 0, s, home) for i, (s, home) in enumerate(zip(lengths, homes, strict=True))]
         moves = disaggregate(rows, n, rates, tolerance=0.0)
         require(bool(moves), "nothing is moved")
         mine = {i: tensors[i] for i, home in enumerate(homes) if home == me}
         sent.clear()
         outputs = attention_elsewhere(mine, moves, group)
         found = torch.autograd.grad(sum((outputs[i] * weights[i]).sum() for i in mine), sum(mine.values(), []))
-        split = with_moves(fixed_packing(rows, n, rates), moves, rates)
+        split = with_moves(rows, n, moves, rates)
         planned = sum(v for moved in (split.there, split.back) for (a, _), v in moved.items() if a == me)
         require(sent["all-to-all"] == planned, f"{sent['all-to-all']} bytes sent, {planned} planned")
         for i in mine:
@@ -3115,14 +3128,15 @@ def elastic_batches(model, steps=8, count=6):
     return [tiny_tokens(model, count, seed) for seed in range(steps)]
 
 
-def train_elastic(victim, when):
-    """One of four ranks, dp 2 x pp 2, of which `victim` is killed between two samples of step `when`: losses, who goes
-    on and how, bytes that were sent to restore what was lost and that had to be, seconds of the step with the loss."""
-    trainer = Elastic(tiny(4, layers=6), 2, 2)
-    me, owners, losses, times = dist.get_rank(), trainer.owners, [], []
+def train_elastic(victim, when, dp, pp):
+    """One of dp x pp ranks, of which `victim` is killed in its second sample of step `when`: losses, who goes on and
+    how, bytes that were sent to restore what was lost and that had to be, seconds of the step with the loss."""
+    trainer = Elastic(tiny(4, layers=6), dp, pp)
+    me, owners, losses, times, seen = dist.get_rank(), trainer.owners, [], [], set()
 
     def fatal(*inputs):
-        if me == victim and trainer.place in ((when, 1), (when, 4)):
+        seen.add(trainer.place)
+        if me == victim and sum(step == when for step, _ in seen) == 2:
             os.kill(os.getpid(), signal.SIGKILL)
 
     for block in trainer.stage.blocks:
@@ -3159,19 +3173,20 @@ def undisturbed():
     return losses
 
 
-def check_elastic(victims=(2,), when=3):
-    """Four processes, one killed by SIGKILL in the middle of a step: the losses of all steps are those of one
-    undisturbed process to 1e-12; what was sent to restore is what had to be; masks depend on their key alone."""
+def check_elastic(cases=((2, 3, 2, 2),)):
+    """Four processes, dp x pp, one killed by SIGKILL in the middle of a step: the losses of all steps are those of one
+    undisturbed process to 1e-12; what was sent to restore is what had to be; masks depend on their key alone. cases:
+    (rank that is killed, step, dp, pp)."""
     x, key = torch.ones(8, 16, dtype=torch.float64), (0, 1, 2, 3)
     require(torch.equal(keyed_dropout(x, 0.5, *key), keyed_dropout(x, 0.5, *key)), "a mask is not made again")
     others = [keyed_dropout(x, 0.5, *key[:i], 9, *key[i + 1 :]) for i in range(4)]
     require(not any(torch.equal(other, keyed_dropout(x, 0.5, *key)) for other in others), "a number is not in the key")
     results, want = [], undisturbed()
-    for victim in victims:
-        found = in_ranks("train_elastic", 4, victim, when, device="cpu", spare=1)
+    for victim, when, dp, pp in cases:
+        found = in_ranks("train_elastic", 4, victim, when, dp, pp, device="cpu", spare=1)
         losses, members, shape, (moved, expected), seconds = found
         left = [rank for rank in range(4) if rank != victim]
-        require(members == left and shape == (1, 3), f"ranks {members} go on as {shape}")
+        require(members == left and shape == ((3, 1) if pp == 1 else (1, 3)), f"ranks {members} go on as {shape}")
         errors = [abs(a / b - 1) for a, b in zip(losses, want, strict=True)]
         worst = max(errors)
         require(worst <= 1e-12, f"rank {victim} killed: the loss of step {errors.index(worst)} is off by {worst:.1e}")
@@ -3836,7 +3851,7 @@ def measure_uneven(total=16384, H=32, d=128):
     n, rows, group = dist.get_world_size(), [], mesh(dp=dist.get_world_size()).data
     lengths = [total] + [total // 4] * 4 * (n - 1)  # the first rank has one long document, the others four short ones
     homes = [0] + [1 + i // 4 for i in range(4 * (n - 1))]
-    parts = [Rows(i, 0, s, home) for i, (s, home) in enumerate(zip(lengths, homes, strict=True))]
+    parts = [Queries(i, 0, s, home) for i, (s, home) in enumerate(zip(lengths, homes, strict=True))]
     rates = rates_of(H * d, shared=1)
     fixed = fixed_packing(parts, n, rates)
     torch.manual_seed(dist.get_rank())
@@ -3853,7 +3868,7 @@ def measure_uneven(total=16384, H=32, d=128):
         time_ = base.bench(step, here(), warmup=2, runs=7).median
         slowest = all_reduce(torch.tensor(time_, device=here()), dist.group.WORLD, dist.ReduceOp.MAX).item()
         alone = alone or slowest
-        load = max(with_moves(fixed, moves, rates).pairs())
+        load = max(with_moves(parts, n, moves, rates).pairs())
         rows.append(Row(f"attention of uneven documents, {name}", "t x most pairs of a rank",
                         alone * load / max(fixed.pairs()), slowest, "ms", None))
     return rows
@@ -3914,8 +3929,8 @@ def print_policies(n=16, tokens=16384):
     rates, seed = rates_of(4096), 0
     lengths = lognormal_lengths(n * tokens, seed)
     rows = end_to_end(lengths, n)
-    fixed = fixed_packing(rows, n, rates)
-    moved, two = with_moves(fixed, disaggregate(rows, n, rates), rates), two_layouts(lengths, n, rates)
+    fixed, two = fixed_packing(rows, n, rates), two_layouts(lengths, n, rates)
+    moved = with_moves(rows, n, disaggregate(rows, n, rates), rates)
     found = {name: search(lengths, n, rates, 2 * tokens) for name, search in
              (("best homogeneous groups", homogeneous), ("FlexSP", flexible))}
     best = found["best homogeneous groups"][0]
