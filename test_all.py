@@ -522,14 +522,31 @@ def test_scheduling_on_more_random_cases():
 
 
 def test_any_rank_may_be_lost():
-    """The first, at the first step; the last, at the last; with every rank a copy of all."""
-    errors = parallel.check_elastic([(0, 0, 2, 2), (3, 7, 2, 2), (1, 2, 4, 1)])
-    assert [moved for _, moved, _, _ in errors][2] == 0 < errors[0][1]
+    """The first, in the first step; one that has all sums but has not voted; one of four that have all layers; two of
+    six at once, after which two pipelines are left."""
+    parallel.check_elastic([([(0, 0, "forward")], 2, 2, (1, 3), [3]), ([(3, 6, "done")], 2, 2, (1, 3), [4]),
+                            ([(1, 2, "forward")], 4, 1, (3, 1), []),
+                            ([(0, 2, "forward"), (1, 2, "forward")], 3, 2, (2, 2), [0, 1, 2, 3])])
+
+
+def test_another_rank_may_be_lost_during_repair():
+    found = parallel.in_ranks("train_elastic", 6, [(2, 1, "forward"), (4, 1, "repair")], 3, 2, 8, device="cpu", spare=2)
+    losses, members, mesh, _, _, forgotten = found
+    want = parallel.in_ranks("undisturbed", 1, device="cpu")
+    assert members == [0, 1, 3, 5] and mesh == (2, 2) and forgotten
+    assert max(abs(a / b - 1) for a, b in zip(losses, want, strict=True)) <= 1e-12
+
+
+def test_a_rank_that_is_too_slow_is_left_behind():
+    losses, members, mesh, *_ = parallel.in_ranks("train_elastic", 4, [(1, 2, "slow")], 2, 2, 4, device="cpu")
+    want = parallel.in_ranks("undisturbed", 1, device="cpu")
+    assert members == [0, 2, 3] and mesh == (1, 3)
+    assert max(abs(a / b - 1) for a, b in zip(losses, want, strict=True)) <= 1e-12
 
 
 def test_last_copy_of_a_layer_is_lost():
     with pytest.raises(OSError, match="no copy of units .* start again from a checkpoint"):
-        parallel.in_ranks("train_elastic", 4, 2, 3, 1, 4, device="cpu", spare=1)
+        parallel.in_ranks("train_elastic", 4, [(2, 3, "forward")], 1, 4, 8, device="cpu", spare=1)
 
 
 WISH = "params=8e9 layers=32 dim=4096 vocab=128256 seq=8192 gpus=64 gib=141 link=400"
