@@ -2295,7 +2295,8 @@ def find_slow(delays, factor=3.0, least=0.02):
     if n < 3:
         raise ValueError(f"{n} ranks: a slow sender and a slow link look alike: 3 are needed")
     others = ~torch.eye(n, dtype=torch.bool)
-    usual = delays[others].quantile(0.25)  # more than half may be slow: one rank as sender and receiver, of three
+    # Not the median: more than half are slow where one rank of three is, as sender and receiver.
+    usual = delays[others].quantile(0.25, interpolation="lower")
     slow = (delays > max(factor * usual, usual + least)) & others
     rows, columns = ((slow | ~others).all(dim).nonzero().flatten().tolist() for dim in (1, 0))
     cells = [(i, j) for i, j in slow.nonzero().tolist() if i not in rows and j not in columns]
@@ -3109,7 +3110,7 @@ def check_elsewhere():
 
         def attention(dtype, elsewhere, random=random, homes=homes, moves=moves, rows=rows, rates=rates):
             """{document and name: out, dq, dk, dv} of this rank's documents."""
-            mine = {i: [x.to(here(), dtype).requires_grad_() for x in tensors[:3]]
+            mine = {i: [x.to(here(), dtype, copy=True).requires_grad_() for x in tensors[:3]]
                     for i, tensors in enumerate(random) if homes[i] == me}
             sent.clear()
             if elsewhere:
