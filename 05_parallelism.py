@@ -1781,7 +1781,7 @@ class Links(NamedTuple):
     hidden under computation; measure_overlap finds half."""
 
     host: int = 8
-    inside: float = 2.4e11
+    inside: float = 2.8e11
     between: float = 5e10
     hidden: float = 0.5
 
@@ -1795,8 +1795,8 @@ class Chip(NamedTuple):
     product: float = 0.8
     reach: float = 0.48
     memory: float = 4.3e12
-    flop: float = 8.3e-13
-    byte: float = 8.3e-11
+    flop: float = 8.2e-13
+    byte: float = 8.2e-11
     watts: float = 123.0
 
 
@@ -1982,7 +1982,7 @@ def published_rows():
 
 REQUIRED = dict(params="", layers="", dim="", vocab="", seq="tokens of a sequence", gpus="", gib="GiB a GPU")
 OPTIONAL = dict(batch="sequences a step (4 million tokens)", heads="(dim / 128)", host="GPUs of a host (8)",
-                nvlink="GB/s a GPU in it (240)", link="Gbit/s a GPU between hosts (400)",
+                nvlink="GB/s a GPU in it (280)", link="Gbit/s a GPU between hosts (400)",
                 tflops="dense bf16 peak (989)", reach="share of it that a step gets (0.48)")
 
 
@@ -4062,8 +4062,9 @@ def measure_energy(seconds=3.0):
         one = predict(model, HOSTS, chip, 2 * n, n, 1, 1, 1, 2, False, 0, state=(2, 2, 4))
         chip = chip._replace(reach=chip.reach * one.seconds * steps)
     measured = all_reduce(torch.tensor(training / steps, device=here()), dist.group.WORLD).item()
-    notes.append(f"energy, a GPU: {idle:.0f} W waiting, {busy:.0f} W in matrix products, {copying:.0f} W in copies, "
-                 f"{training:.0f} W in training: {flop * 1e12:.2f} pJ a FLOP, {byte * 1e12:.1f} pJ a byte")
+    notes.append(f"energy, a GPU: {idle:.0f} W waiting, {busy:.0f} W in matrix products ({chip.product:.0%} of the peak), "
+                 f"{copying:.0f} W in copies ({chip.memory / 1e12:.1f} TB/s), {training:.0f} W in training: "
+                 f"{flop * 1e12:.2f} pJ a FLOP, {byte * 1e12:.1f} pJ a byte")
     return [Row(f"energy of a training step, {n} GPUs", "a FLOPs + b bytes + W t", one.joules, measured, "J", None)]
 
 
