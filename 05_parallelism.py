@@ -4062,8 +4062,8 @@ def measure_energy(seconds=3.0):
         one = predict(model, HOSTS, chip, 2 * n, n, 1, 1, 1, 2, False, 0, state=(2, 2, 4))
         chip = chip._replace(reach=chip.reach * one.seconds * steps)
     measured = all_reduce(torch.tensor(training / steps, device=here()), dist.group.WORLD).item()
-    notes.append(f"energy, a GPU: {idle:.0f} W waiting, {busy:.0f} W in matrix products ({chip.product:.0%} of the peak), "
-                 f"{copying:.0f} W in copies ({chip.memory / 1e12:.1f} TB/s), {training:.0f} W in training: "
+    notes.append(f"energy, a GPU: {idle:.0f} W waiting, {busy:.0f} W in matrix products "
+                 f"({chip.product:.0%} of the peak), {copying:.0f} W in copies ({chip.memory / 1e12:.1f} TB/s), {training:.0f} W in training: "
                  f"{flop * 1e12:.2f} pJ a FLOP, {byte * 1e12:.1f} pJ a byte")
     return [Row(f"energy of a training step, {n} GPUs", "a FLOPs + b bytes + W t", one.joules, measured, "J", None)]
 
