@@ -941,17 +941,18 @@ def attention_work(T, n, zigzag):
     return [sum(width * (width + 1) // 2 + c * width * width for c in chunks) for chunks in mine]
 
 
-def library_kernel(q):
+def library_kernel(q, k):
     """Which fused kernel of torch does a block of attention and gives its lse: cuDNN's on Hopper and later, twice as
-    fast there as the flash kernel of earlier GPUs; None (the formula below) for other dtypes, and on a CPU."""
-    if not (q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)):
+    fast there as the flash kernel of earlier GPUs; None (the formula below) for other dtypes, for single queries or
+    keys, which cuDNN's refuses, and on a CPU."""
+    if not (q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and min(q.shape[2], k.shape[2]) > 1):
         return None
     return "cudnn" if torch.cuda.get_device_capability(q.device)[0] >= 9 else "flash"
 
 
 def block_attention(q, k, v, causal):
     """q (B, H, Tq, d), k, v (B, H, Tk, d) -> attention over these keys alone (B, H, Tq, d) and its lse (B, H, Tq)."""
-    kernel = library_kernel(q)
+    kernel = library_kernel(q, k)
     if kernel == "cudnn":
         out, lse = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False)[:2]
         return out, lse.squeeze(-1)
@@ -977,7 +978,7 @@ def block_scores(q, k, causal):
 def block_gradients(dout, q, k, v, out, lse, causal):
     """dq, dk, dv of one block of keys, given out and lse over ALL keys: probabilities are exp(score - lse) whatever
     block they are made in, and the softmax's correction sum(dout * out) is a number a query."""
-    kernel, Tq, Tk = library_kernel(q), q.shape[2], k.shape[2]
+    kernel, Tq, Tk = library_kernel(q, k), q.shape[2], k.shape[2]
     zero = torch.zeros((), dtype=torch.int64, device=q.device) if kernel else None  # the state of a dropout that is off
     if kernel == "cudnn":
         return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
@@ -4063,8 +4064,8 @@ def measure_energy(seconds=3.0):
         chip = chip._replace(reach=chip.reach * one.seconds * steps)
     measured = all_reduce(torch.tensor(training / steps, device=here()), dist.group.WORLD).item()
     notes.append(f"energy, a GPU: {idle:.0f} W waiting, {busy:.0f} W in matrix products "
-                 f"({chip.product:.0%} of the peak), {copying:.0f} W in copies ({chip.memory / 1e12:.1f} TB/s), {training:.0f} W in training: "
-                 f"{flop * 1e12:.2f} pJ a FLOP, {byte * 1e12:.1f} pJ a byte")
+                 f"({chip.product:.0%} of the peak), {copying:.0f} W in copies ({chip.memory / 1e12:.1f} TB/s), "
+                 f"{training:.0f} W in training: {flop * 1e12:.2f} pJ a FLOP, {byte * 1e12:.1f} pJ a byte")
     return [Row(f"energy of a training step, {n} GPUs", "a FLOPs + b bytes + W t", one.joules, measured, "J", None)]
 
 
