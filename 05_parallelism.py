@@ -1793,12 +1793,12 @@ class Chip(NamedTuple):
     Defaults: an H200's, peak by its data sheet, the rest as measure_plans and measure_energy find them."""
 
     peak: float = 989e12
-    product: float = 0.8
+    product: float = 0.68
     reach: float = 0.48
-    memory: float = 4.3e12
+    memory: float = 4.2e12
     flop: float = 8.2e-13
-    byte: float = 8.2e-11
-    watts: float = 123.0
+    byte: float = 6.6e-11
+    watts: float = 120.0
 
 
 HOSTS, H200 = Links(), Chip()
@@ -4248,3 +4248,5 @@ if __name__ == "__main__":
 #   1. Let data_parallel send bf16 (reduce a copy of each bucket): which check tells? What would 06's feedback do?
 #   2. Write the V-shaped schedule: two chunks a rank, the second in reverse order, as a list, and simulate its bubble.
 #   3. Hide tensor parallelism's sums: cut the batch in two, and let one half's sum run under the other's products.
+#   4. Give layer_tasks a forward and a backward, each with its messages: which policy gains, and by how much?
+#   5. Let the planner's `reach` depend on the width of the matrices. Can one curve explain all of PUBLISHED?
