@@ -3372,7 +3372,7 @@ def check_elastic(cases=(ONE_KILLED, ONE_DISCONNECTED)):
     sizes = [sum(3 * p.nbytes + 4 for p in unit) for unit in Elastic.units_of(tiny(4, layers=6).cpu())]
     for faults, dp, pp, shape, units in cases:
         killed = [rank for rank, _, when in faults if when != "connection"]
-        timeout = TIMEOUT if killed else 5  # nobody should wait for it; without a vote, ranks do
+        timeout = TIMEOUT if killed else 8  # nobody should wait for it; without a vote, ranks do
         try:
             found = in_ranks("train_elastic", dp * pp, faults, dp, pp, timeout, device="cpu", spare=len(killed))
         except OSError as error:
@@ -3394,9 +3394,9 @@ def check_elastic(cases=(ONE_KILLED, ONE_DISCONNECTED)):
 SLOW = [(), [("sender", 1)], [("receiver", 2)], [("link", 3, 0)], [("sender", 3), ("receiver", 3)]]
 
 
-def name_slow(seconds=0.06):
+def name_slow(seconds=0.15):
     """What find_slow names for each entry of SLOW, while processes sleep there."""
-    return [find_slow(message_delays({fault: seconds for fault in faults})) for faults in SLOW]
+    return [find_slow(message_delays({fault: seconds for fault in faults}), least=seconds / 3) for faults in SLOW]
 
 
 def check_slow(seeds=30):
