@@ -1703,7 +1703,7 @@ def producer_consumer(samples, n, micro=4):
 
 
 def random_samples(count, seed):
-    """Images of very different sizes, texts of rather equal ones: milliseconds, as seconds."""
+    """Images of very different sizes, texts of rather equal ones; some tens of milliseconds each."""
     generator = np.random.default_rng(seed)
     encode, text = generator.lognormal(-4.0, 1.0, count), generator.lognormal(-3.5, 0.4, count)
     return [Sample(e, t + 0.5 * e) for e, t in zip(encode, text, strict=True)]
@@ -1829,6 +1829,13 @@ def attention_flops(model, tokens):
     return 4 * tokens * model.dim * model.seq / (2 if model.causal else 1)
 
 
+def step_flops(model, tokens, again=0):
+    """Forward and backward of all tokens; again=1: layers run forward twice. The embedding is looked up."""
+    V, D, L = model.vocab, model.dim, model.layers
+    body = model.params - 2 * V * D
+    return (3 + again) * (2 * body * tokens + L * attention_flops(model, tokens)) + 6 * tokens * V * D
+
+
 def predict(model, links, chip, batch, dp, pp, cp, tp, micro, recompute, zero, state=(2, 2, 12), itemsize=2):
     """The Plan of one choice: 1F1B, tensor with sequence parallelism, activations of `itemsize` bytes, `state` bytes of
     weight, gradient and optimizer. Formulas are those of sections 2 to 8, for ranks that do what is done there, except
@@ -1849,8 +1856,9 @@ def predict(model, links, chip, batch, dp, pp, cp, tp, micro, recompute, zero, s
     memory = zero_bytes(P, shards, zero, w, g, o) + units + activations + 2 * stream
 
     # What a rank sends, a micro-batch (tensor, ring, pipe) and a step (reduced, gathered).
-    passes = 10 * layers + 3 * layers * again + (4 if pp == 1 else 2)  # as in tensor_parallel_traffic
-    tensor = passes * N * D * itemsize * (tp - 1) / tp
+    tensor = tensor_parallel_traffic(model._replace(layers=layers), N, tp, True, itemsize)
+    more = 3 * layers * again - 2 * (pp > 1)  # gathers and scatters; the last stage has no embedding
+    tensor += more * N * D * itemsize * (tp - 1) / tp
     ring = layers * 2 * N * D / tp * ((2 + again) * (cp - 1) * itemsize + 4 * cp * (cp > 1))  # gradients are in fp32
     pipe = stream * min(pp - 1, 2)  # forward, and where there is a stage before, backward
     weights, gradients = (x * P * (shards - 1) / shards for x in (w, g))
@@ -1871,8 +1879,7 @@ def predict(model, links, chip, batch, dp, pp, cp, tp, micro, recompute, zero, s
     seconds = m * one * (1 + bubble) + reducing + gathering + update
 
     # Energy of all GPUs. Where a step is slower than its products would be alone, it moves bytes (a roofline).
-    tokens = batch * model.seq
-    flops = (3 + again) * (2 * body * tokens + L * attention_flops(model, tokens)) + 6 * tokens * V * D
+    flops = step_flops(model, batch * model.seq, again)
     traffic = flops / chip.peak * (1 / chip.reach - 1 / chip.product) * chip.memory
     traffic += 2 * model.params * (w + g + o) * copies
     joules = chip.flop * flops + chip.byte * traffic + chip.watts * seconds * dp * pp * cp * tp
@@ -1903,9 +1910,11 @@ def plan(model, gpus, memory, links=HOSTS, batch=1024, chip=H200):
     if model.params <= 2 * model.vocab * model.dim:
         raise ValueError(f"params={model.params:.3g}: embedding and classifier alone, 2 x vocab x dim, are "
                          f"{2 * model.vocab * model.dim:.3g}: correct one of the three")
-    everything_ = lambda gpus: (  # noqa: E731
-        predict(model, links, chip, batch, *choice) for choice in choices(model, gpus, links, batch))
-    found = list(everything_(gpus))
+
+    def predictions(gpus):
+        return (predict(model, links, chip, batch, *choice) for choice in choices(model, gpus, links, batch))
+
+    found = list(predictions(gpus))
     if not found:
         raise ValueError(f"{batch} sequences of {model.seq} and {model.layers} layers cannot be shared out over {gpus} "
                          "GPUs: take a batch that the number of GPUs divides, or another number of GPUs")
@@ -1913,7 +1922,7 @@ def plan(model, gpus, memory, links=HOSTS, batch=1024, chip=H200):
     if not fits:
         least = min(found, key=lambda one: one.gib)
         enough = next((k * gpus for k in (2, 4, 8, 16, 32, 64)
-                       if any(one.gib <= memory for one in everything_(k * gpus))), None)
+                       if any(one.gib <= memory for one in predictions(k * gpus))), None)
         raise ValueError(
             f"no plan fits {gpus} GPUs of {memory:g} GiB: the smallest (dp {least.dp}, pp {least.pp}, cp {least.cp}, "
             f"tp {least.tp}, ZeRO-{least.zero}{', recomputed' * least.recompute}) takes {least.gib:.1f} GiB a GPU: "
@@ -1957,15 +1966,12 @@ def share_of_peak(row, reach):
     """The planner's of a published row, FLOPs counted as there: recomputation is work."""
     _, model, gpus, batch, tp, pp, _ = row
     chip, links = A100 if tp else MI250X
-    chip, tokens = chip._replace(reach=reach), batch * model.seq
+    chip = chip._replace(reach=reach)
     if tp:
         one = predict(model, links, chip, batch, gpus // (tp * pp), pp, 1, tp, 1, True, 0)
     else:
         one = next(x for x in plan(model, gpus, 64, links, batch, chip) if x.recompute)
-    body = model.params - 2 * model.vocab * model.dim
-    flops = 4 * (2 * body * tokens + model.layers * attention_flops(model, tokens))
-    flops += 6 * tokens * model.vocab * model.dim
-    return flops / (one.seconds * gpus * chip.peak)
+    return step_flops(model, batch * model.seq, again=1) / (one.seconds * gpus * chip.peak)
 
 
 def published_rows():
@@ -1981,31 +1987,33 @@ def published_rows():
     return rows
 
 
-REQUIRED = dict(params="", layers="", dim="", vocab="", seq="tokens of a sequence", gpus="", gib="GiB a GPU")
+REQUIRED = ["params", "layers", "dim", "vocab", "seq", "gpus", "gib"]
 OPTIONAL = dict(batch="sequences a step (4 million tokens)", heads="(dim / 128)", host="GPUs of a host (8)",
                 nvlink="GB/s a GPU in it (280)", link="Gbit/s a GPU between hosts (400)",
                 tflops="dense bf16 peak (989)", reach="share of it that a step gets (0.48)")
+USAGE = (f"{' '.join(REQUIRED)} (seq: tokens of a sequence, gib: GiB a GPU), and if you like "
+         + ", ".join(f"{name}: {what}" for name, what in OPTIONAL.items()))
 
 
 def parse_plan(text):
-    """The Model, GPUs, GiB, Links, batch and Chip of "params=8e9 layers=32 ...": keys and units are those of REQUIRED
-    and OPTIONAL, whose defaults stand in brackets. ValueError names what is missing, not known, or no such number."""
-    numbers, usage = {}, " ".join(REQUIRED) + ", and if you like " + ", ".join(f"{k}: {v}" for k, v in OPTIONAL.items())
+    """The Model, GPUs, GiB, Links, batch and Chip of "params=8e9 layers=32 ...": keys and units are those of USAGE,
+    defaults stand in brackets. ValueError names what is missing, not known, or no such number."""
+    numbers = {}
     for item in text.split():
         name, _, value = item.partition("=")
         try:
             number = float(value)
         except ValueError:
-            raise ValueError(f"--plan: {item!r} is not of the form name=number: it takes {usage}") from None
-        if name not in REQUIRED | OPTIONAL or name in numbers:
+            raise ValueError(f"--plan: {item!r} is not of the form name=number: it takes {USAGE}") from None
+        if name not in (*REQUIRED, *OPTIONAL) or name in numbers:
             what = "is given twice" if name in numbers else "is unknown"
-            raise ValueError(f"--plan: {name} {what}: it takes {usage}")
+            raise ValueError(f"--plan: {name} {what}: it takes {USAGE}")
         whole_number = name not in ("params", "gib", "nvlink", "link", "tflops", "reach")
         if not 0 < number < 1e18 or whole_number and (number != int(number) or number > 1e9):
             raise ValueError(f"--plan: {item}: give a positive{' whole' * whole_number} number")
         numbers[name] = int(number) if whole_number else number
     if missing := [name for name in REQUIRED if name not in numbers]:
-        raise ValueError(f"--plan: missing {', '.join(missing)}: it takes {usage}")
+        raise ValueError(f"--plan: missing {', '.join(missing)}: it takes {USAGE}")
     if numbers["gpus"] > 2**17:
         raise ValueError(f"--plan: gpus={numbers['gpus']}: plans are made for up to {2**17}")
     links = HOSTS._replace(host=numbers.get("host", HOSTS.host), inside=numbers.get("nvlink", HOSTS.inside / 1e9) * 1e9,
@@ -2031,8 +2039,7 @@ def print_plans(text, best=12):
     line = "{:>4}{:>4}{:>4}{:>4}{:>6}{:>10}{:>5} |{:>6}{:>8}{:>7}{:>7}{:>6} |{:>8}{:>8}{:>7}{:>8} |{:>8}"
     print(line.format("dp", "pp", "cp", "tp", "micro", "recompute", "ZeRO", "GiB", "s/step", "bubble", "tok/s", "peak",
                       "tensor", "ring", "pipe", "data", "MJ"))
-    flops = 6 * (model.params - model.vocab * model.dim) * tokens + 3 * model.layers * attention_flops(model, tokens)
-    shown = set()
+    flops, shown = step_flops(model, tokens), set()
     for one in found:
         if one[:4] in shown or len(shown) == best:
             continue
@@ -2061,14 +2068,13 @@ class Membership:
     each other, too, when they leave the old group. So ranks agree through the store that their parent, 01's spawn,
     keeps, where it also notes whose end it has seen. (torchrun ends all ranks with the first.)"""
 
-    made = Counter()  # Memberships of this process: each has its own keys
+    numbers = itertools.count()  # of this process's Memberships: each has its own keys
 
     def __init__(self, timeout):
         place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         self.store = dist.TCPStore(*place, is_master=False, timeout=datetime.timedelta(seconds=timeout))
         self.members, self.me = list(range(dist.get_world_size())), dist.get_rank()  # numbers of the first world
-        self.epoch, self.votes, self.timeout, self.prefix = 0, 0, timeout, f"elastic/{self.made['here']}"
-        self.made["here"] += 1
+        self.epoch, self.votes, self.timeout, self.prefix = 0, 0, timeout, f"elastic/{next(self.numbers)}"
 
     def gone(self, rank):
         return self.store.check([f"gone/{rank}"])
@@ -2304,7 +2310,7 @@ def find_slow(delays, factor=3.0, least=0.02):
     return [*(("sender", i) for i in rows), *(("receiver", j) for j in columns), *(("link", *cell) for cell in cells)]
 
 
-# ==== 14. Checks: each runs on all ranks at once; alone, it starts two ================================================
+# ==== 14. Checks: most run on all ranks at once; alone, they start two ================================================
 
 
 def device_for(ranks):
@@ -2332,10 +2338,10 @@ def in_ranks(function, ranks, *arguments, device=None, timeout=TIMEOUT, spare=0)
             first = next((kind for kind in ("AssertionError", "ValueError") if kind in kinds), kinds[0])
             text = "; ".join(f"rank {', '.join(who)}: {text}" for (kind, text), who in said.items() if kind == first)
             raise {"AssertionError": AssertionError, "ValueError": ValueError}.get(first, OSError)(text) from None
-        left = sorted(Path(folder).glob("*.pt"))
+        left = {int(file.stem): file for file in Path(folder).glob("*.pt")}
         if not left:
             raise OSError(f"none of {ranks} ranks is left")
-        return torch.load(left[0], weights_only=False)
+        return torch.load(left[min(left)], weights_only=False)
 
 
 def enough_queues():
@@ -3941,15 +3947,18 @@ def planned_step(config, batch, micro, groups, dtype, again=False, zero=0):
 PLANNED = 16384, 4096, 8, 16, 2048  # vocabulary, T, layers, heads, D of what GPUs train here: half a billion weights
 
 
+def planned_model(V, T, L, heads, D):
+    """What the planner is told of 01's GPT."""
+    return Model(12 * L * D**2 + 2 * V * D, L, D, V, T, heads)
+
+
 def measure_plans():
     """Training steps by several plans, and what predict() says of them: the most bytes that a rank sends, and on GPUs
     GiB and seconds, with `reach` from one GPU alone and the speed of links from an all-reduce."""
     n, gpu, rows = dist.get_world_size(), here().type == "cuda", []
     config = PLANNED if gpu else (128, 32 * n, 2 * n, 2 * n, 16 * n)
     dtype, state = (torch.bfloat16, (2, 2, 4)) if gpu else (torch.float32, (4, 4, 8))
-    V, T, L, heads, D = config
-    batch, chip, links = 2 * n, H200, HOSTS
-    model = Model(12 * L * D**2 + 2 * V * D, L, D, V, T, heads)
+    batch, chip, links, model = 2 * n, H200, HOSTS, planned_model(*config)
     options = dict(state=state, itemsize=dtype.itemsize)
     if gpu:
         step = planned_step(config, batch // n, batch // n, Groups(None, None, None, None, None, {}), dtype)
@@ -4055,8 +4064,7 @@ def measure_energy(seconds=3.0):
         training, steps = repeat(train)
     byte = (copying - idle) / (2 * long.nbytes * additions)
     flop = (busy - idle - byte * 3 * A.nbytes * products) / (2 * 8192**3 * products)
-    V, T, L, heads, D = PLANNED
-    model = Model(12 * L * D**2 + 2 * V * D, L, D, V, T, heads)
+    model = planned_model(*PLANNED)
     chip = H200._replace(product=2 * 8192**3 * products / H200.peak, memory=2 * long.nbytes * additions, flop=flop,
                          byte=byte, watts=idle)
     for _ in range(3):  # `reach` that makes the time that of this run
@@ -4229,8 +4237,7 @@ def body(device, ledger, args):
 
 def add_arguments(parser):
     parser.add_argument("--ranks", type=int, help="processes (default: 2)")
-    parser.add_argument("--plan", metavar="WISH", help="plan a training and stop: " + " ".join(REQUIRED) + ", each as "
-                        "name=number; and " + ", ".join(f"{name}: {what}" for name, what in OPTIONAL.items()))
+    parser.add_argument("--plan", metavar="WISH", help=f"plan a training and stop; each as name=number: {USAGE}")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where every rank can have a GPU")
 
 
