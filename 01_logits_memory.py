@@ -328,7 +328,7 @@ def causal_attention(q, k, v):
 class Block(nn.Module):
     """One pre-norm transformer layer: x + attention(norm(x)), then x + mlp(norm(x)). How many heads there are, forward
     reads from the shape of qkv, where a head's q, k and v lie together: any range of heads is a range of its rows (05
-    gives each rank one). 05 also puts another function of the same shapes into `attend`."""
+    gives each rank one). 05 also puts another function of the same shapes into `attend`, and 07 has another mlp."""
 
     def __init__(self, config):
         super().__init__()
@@ -345,7 +345,10 @@ class Block(nn.Module):
         cos, sin = cos.to(q.dtype), sin.to(q.dtype)  # or bf16 would grow to fp32 here
         q, k, v = (t.transpose(1, 2) for t in (rotate(q, cos, sin), rotate(k, cos, sin), v))  # (B, H, T, D/H)
         x = x + self.proj(self.attend(q, k, v).transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        return x + self.mlp(self.norm2(x))
+
+    def mlp(self, x):
+        return self.down(F.gelu(self.up(x)))
 
 
 GPT_FORMAT = 2  # of saved weights: 1 had all heads' q first in the rows of qkv, then all k, then all v
@@ -395,6 +398,15 @@ class Corpus(NamedTuple):
     origin: str
 
 
+def source_files(kind="stdlib"):
+    """Paths of the Python source in a folder of this installation ("stdlib", "purelib"), sorted, without tests."""
+    for folder, folders, names in os.walk(sysconfig.get_paths()[kind]):
+        skip = {"test", "tests", "idle_test", "__pycache__"}
+        skip |= {"site-packages", "dist-packages"} if kind == "stdlib" else set()
+        folders[:] = sorted(set(folders) - skip)
+        yield from (Path(folder, name) for name in sorted(names) if name.endswith(".py"))
+
+
 def corpus(tokens="bytes", packages=False, limit=256 * MIB):
     """Text that is on every machine: the source of the Python standard library (`packages`: and of what is installed).
 
@@ -406,15 +418,10 @@ def corpus(tokens="bytes", packages=False, limit=256 * MIB):
     paths = sysconfig.get_paths()
     files, size = [], 0
     for kind in ("stdlib", "purelib") if packages else ("stdlib",):
-        for folder, folders, names in os.walk(paths[kind]):
-            skip = {"test", "tests", "idle_test", "__pycache__"}
-            skip |= {"site-packages", "dist-packages"} if kind == "stdlib" else set()
-            folders[:] = sorted(set(folders) - skip)
-            for name in sorted(names):
-                if name.endswith(".py") and size < limit:
-                    path = Path(folder, name)
-                    files.append((zlib.crc32(str(path.relative_to(paths[kind])).encode()), path.read_bytes()))
-                    size += len(files[-1][1])
+        for path in source_files(kind):
+            if size < limit:
+                files.append((zlib.crc32(str(path.relative_to(paths[kind])).encode()), path.read_bytes()))
+                size += len(files[-1][1])
     if size < MIB:
         raise ValueError(f"only {size} bytes of Python source under {paths['stdlib']}: pass a text with --data FILE")
     held, val_size = set(), 0

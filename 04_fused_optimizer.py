@@ -1574,7 +1574,7 @@ def forge(model, rule, layout="fp32", *, skip=(), embeddings=False, classifier=N
     model is wrapped for data parallelism or forged already, a weight is tied to something that is not converted, or a
     name does not exist; the model is then as it was. Weights tied to each other need stash() and release(), see there.
     Modules of derived classes, or whose weight is no Parameter of theirs (parametrized, pruned), are left to the
-    ordinary optimizer.
+    ordinary optimizer; those with an attribute `forged` (07's experts) take their weight's step themselves.
 
         handle = forge(model, AdamW(weight_decay=0.1), "master", skip=["head"])
         others = torch.optim.AdamW(handle.ordinary.values(), lr=lr)
@@ -1607,9 +1607,11 @@ def forge(model, rule, layout="fp32", *, skip=(), embeddings=False, classifier=N
     skipped = lambda name: any(name == s or name.startswith(f"{s}.") for s in skip)  # noqa: E731
     dotted = lambda name: f"{name}.weight" if name else "weight"  # noqa: E731
     kinds = (nn.Linear, ForgeLinear, *([nn.Embedding, ForgeEmbedding] if embeddings else []))
+    ready = lambda m: hasattr(m, "forged") and not isinstance(m, (ForgeLinear, ForgeEmbedding))  # noqa: E731
     converted = {
         dotted(name): m for name, m in modules.items()
-        if type(m) in kinds and not skipped(name) and isinstance(m.weight, nn.Parameter) and m.weight.requires_grad
+        if (type(m) in kinds or ready(m)) and not skipped(name)
+        and isinstance(m.weight, nn.Parameter) and m.weight.requires_grad
     }
     for name, module in converted.items():
         if getattr(module, "forged", None) is not None:
@@ -1633,7 +1635,8 @@ def forge(model, rule, layout="fp32", *, skip=(), embeddings=False, classifier=N
         other == classifier or isinstance(converted.get(other), nn.Embedding) for other in [name, *aliases[name]])]
     handle = Forge(weights, rule, layout, ordinary=ordinary, by_rows=by_rows, aliases=aliases, **options)
     for name, module in converted.items():
-        module.__class__ = ForgeLinear if isinstance(module, nn.Linear) else ForgeEmbedding
+        if not ready(module):
+            module.__class__ = ForgeLinear if isinstance(module, nn.Linear) else ForgeEmbedding
         module.forged = handle[name]
     return handle
 

@@ -540,7 +540,8 @@ def tensor_parallel(model, group, sequence=False):
     cut(model, "classifier", 0, group, **where("classifier"))
     for i, block in enumerate(model.blocks):
         for name, kind in (("qkv", column_linear), ("proj", row_linear), ("up", column_linear), ("down", row_linear)):
-            kind(getattr(block, name), group, sequence, **where(f"blocks.{i}.{name}.weight"))
+            if hasattr(block, name):  # 07's layers have experts instead of up and down
+                kind(getattr(block, name), group, sequence, **where(f"blocks.{i}.{name}.weight"))
     if sequence:  # a norm saw only this rank's positions
         for name, p in model.named_parameters():
             if "norm" in name:
@@ -2318,15 +2319,17 @@ def device_for(ranks):
     return "cuda" if base.HAS_CUDA and torch.cuda.device_count() >= ranks else "cpu"
 
 
-def in_ranks(function, ranks, *arguments, device=None, timeout=TIMEOUT, spare=0):
-    """What function(*arguments), of this file, returns on the first of `ranks` new processes that is left: `spare` of
-    them may be killed. They have the bugs that are planted here; their errors are raised here, as one."""
-    planted = [name for name, (_, attribute, bug) in BREAKS.items() if globals()[attribute] is bug]
+def in_ranks(function, ranks, *arguments, device=None, timeout=TIMEOUT, spare=0, stage=None):
+    """What function(*arguments) returns on the first of `ranks` new processes that is left: `spare` of them may be
+    killed. function: a name in this file, or in that of `stage`, globals(). They have the bugs that are planted there;
+    their errors are raised here, as one."""
+    names = stage or globals()
+    planted = [name for name, (_, attribute, bug) in names["BREAKS"].items() if names[attribute] is bug]
     enough_queues()
     with tempfile.TemporaryDirectory() as folder:
+        what = Path(names["__file__"]).stem, function, planted, folder, arguments
         try:
-            base.spawn(one_rank, ranks, device or device_for(ranks), (function, planted, folder, arguments), timeout,
-                       spare=spare)
+            base.spawn(one_rank, ranks, device or device_for(ranks), what, timeout, spare=spare)
         except (ProcessExitedException, ProcessRaisedException) as error:
             said = {}
             for file in sorted(Path(folder).glob("*.error")):
@@ -2352,14 +2355,16 @@ def enough_queues():
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
 
 
-def one_rank(function, planted, folder, arguments):
+def one_rank(stage, function, planted, folder, arguments):
     """The body of a process of in_ranks."""
     torch.set_num_threads(1)
+    names = globals() if stage == Path(__file__).stem else vars(importlib.import_module(stage))
     for name in planted:
-        globals()[BREAKS[name][1]] = BREAKS[name][2]
+        _, attribute, bug = names["BREAKS"][name]
+        names[attribute] = bug
     rank, world = dist.get_rank(), dist.get_world_size()
     try:
-        torch.save(globals()[function](*arguments), Path(folder, f"{rank}.pt"))
+        torch.save(names[function](*arguments), Path(folder, f"{rank}.pt"))
     except Exception as error:
         if not isinstance(error, (AssertionError, ValueError, RuntimeError, OSError)):
             traceback.print_exc()  # a mistake in here, not of the user
@@ -2377,7 +2382,7 @@ def on_ranks(check):
 
     @functools.wraps(check)
     def run(ranks=2):
-        return check() if dist.is_initialized() else in_ranks(check.__name__, ranks)
+        return check() if dist.is_initialized() else in_ranks(check.__name__, ranks, stage=check.__globals__)
 
     return run
 

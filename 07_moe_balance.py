@@ -1,0 +1,1776 @@
+"""07 - Mixture of experts: tokens choose among many MLPs, and ranks must not wait for the one that all have chosen.
+
+The problem in one number
+    A layer with 128 experts on 8 GPUs, where 95 % of the tokens choose the same expert: its GPU has 7.65 times the mean
+    work, and the 7 others wait for it. Training can forbid that (a loss, or a bias), at a price: experts that have to
+    be used equally in every small batch cannot specialise. Or the work moves: a rank with time to spare borrows the
+    popular expert's weights. This file does both, and all of it gives the gradients of one process with all experts.
+
+The maths                                          N tokens, E experts of width F, each token goes to the best K of them
+    s = softmax(x R^T)  or  sigmoid(x R^T)                            router R (E, D); x (N, D)
+    y[n] = sum_k w[n, k] down_e(gelu(up_e(x[n])))                     e = expert k of token n, w its score, sum_k w = 1
+    balance loss = E sum_e f_e p_e                                    f_e: share of the choices, p_e: mean score
+  f counts, it has no gradient; p has one. Equal shares give 1. Taken over a micro-batch (Switch) every handful of
+  sequences has to use all experts alike; taken over the global batch (f summed over ranks and micro-batches) only the
+  whole has to. DeepSeek-V3's bias needs no loss: b_e += u sign(mean load - load_e), added where experts are chosen.
+
+What is where
+    1 routing   2 balance   3 all experts' products in one launch   4 the layer   5 expert parallelism: rows travel
+    6 least-loaded expert parallelism: weights travel   7 folding: attention and experts cut the same ranks differently
+
+How to launch
+    python 07_moe_balance.py                     checks and, on the CPU, two processes; a GPU: speeds
+    python 07_moe_balance.py --ranks 4           four processes: one a GPU if there are four (NCCL), else on the CPU
+    python 07_moe_balance.py --study             specialisation and loss by kind of balance, three seeds (minutes)
+    python 07_moe_balance.py --break local-f     plant a famous bug and watch its check fail (exit status 1)
+
+References
+    Switch Transformer 2101.03961 (loss, capacity). ST-MoE 2202.08906 (z-loss). Global-batch balance 2501.11873. Balance
+    without a loss 2408.15664, 2412.19437. MegaBlocks 2211.15841 (dropless). Least-loaded expert parallelism 2601.17111.
+    MoE Parallel Folding 2504.14960. BigMac 2502.16927: its abstract; what it names is here, how is ours.
+
+Left out on purpose: expert tensor parallelism, limits on the nodes a token may go to, shared experts, expert choice,
+overlap of the token exchange with products (DualPipe), gathering rows inside the products.
+"""
+
+import ast
+import base64
+import dataclasses
+import functools
+import importlib
+import itertools
+import math
+import os
+import statistics
+import sys
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+base = importlib.import_module("01_logits_memory")
+cce = importlib.import_module("02_cce_kernel")
+forging = importlib.import_module("04_fused_optimizer")
+parallel = importlib.import_module("05_parallelism")
+HAS_TRITON, INTERPRETED, MIB, require = base.HAS_TRITON, base.INTERPRETED, base.MIB, base.require
+load_tile, dot, tile_at = cce.load_tile, cce.dot, cce.tile_at
+on_ranks, in_ranks, here, mesh, Row = parallel.on_ranks, parallel.in_ranks, parallel.here, parallel.mesh, parallel.Row
+size, rank_in, shares, sent = parallel.size, parallel.rank_in, parallel.shares, parallel.sent
+
+if HAS_TRITON:
+    import triton
+    import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
+else:  # the kernels below are defined, never run
+    triton = SimpleNamespace(jit=lambda kernel: kernel)
+    tl = SimpleNamespace(constexpr=lambda value: value)
+
+
+# ==== 1. Routing: which experts a token goes to =======================================================================
+
+
+class Routing(NamedTuple):
+    """logits (N, E); scores (N, E), which sum to 1; experts (N, K) int64; weights (N, K) of their outputs."""
+
+    logits: torch.Tensor
+    scores: torch.Tensor
+    experts: torch.Tensor
+    weights: torch.Tensor
+
+
+def route(logits, top_k, gate="softmax", bias=None):
+    """The Routing of logits (N, E) fp32 or fp64. gate "softmax" or "sigmoid" makes the scores; bias (E,) is added to
+    them to choose, and to nothing else: it must not change what a chosen expert's output is worth."""
+    scores = logits.softmax(-1) if gate == "softmax" else logits.sigmoid()  # (N, E)
+    experts = selection(scores.detach(), bias).topk(top_k, -1).indices  # (N, K)
+    weights = scores.gather(-1, experts)  # (N, K)
+    if top_k > 1:  # of one expert the weight would be 1 whatever the router says, and the router would not learn
+        weights = weights / weights.sum(-1, keepdim=True)
+    if gate == "sigmoid":
+        scores = scores / scores.sum(-1, keepdim=True)
+    return Routing(logits, scores, experts, weights)
+
+
+def selection(scores, bias):
+    return scores if bias is None else scores + bias
+
+
+class Order(NamedTuple):
+    """The choices, numbered n K + k, sorted by expert: choice (R,) those that are computed; place (N, K) where each is
+    in that order, -1 if it was dropped; begin (E + 1,) where each expert's begin. Equal choices keep their order."""
+
+    choice: torch.Tensor
+    place: torch.Tensor
+    begin: torch.Tensor
+
+
+def order_by_expert(experts, E, capacity=None):
+    """The Order of experts (N, K). With a capacity, an expert drops the choices beyond it, the last tokens' first.
+
+    Without, no number is read back from the device."""
+    key, choice = experts.flatten().sort(stable=True)  # (N K,)
+    begin = torch.searchsorted(key, torch.arange(E + 1, device=key.device))  # (E + 1,)
+    if capacity is not None:
+        kept = torch.arange(len(key), device=key.device) - begin[key] < capacity  # (N K,)
+        choice, begin = choice[kept], F.pad(begin.diff().clamp(max=capacity).cumsum(0), (1, 0))
+    place = torch.full_like(key, -1)
+    place[choice] = torch.arange(len(choice), device=key.device)
+    return Order(choice, place.view(experts.shape), begin)
+
+
+def capacity_of(factor, N, K, E):
+    """Choices that an expert takes at most: `factor` times its fair share. 2101.03961."""
+    return math.ceil(factor * N * K / E)
+
+
+# ==== 2. Balance: two losses, two ways to count, and a bias ===========================================================
+
+
+def counts_of(experts, E):
+    """(N, K) -> (E,) int64, how often each was chosen."""
+    return torch.zeros(E, dtype=torch.int64, device=experts.device).scatter_add_(
+        0, experts.flatten(), torch.ones_like(experts.flatten()))
+
+
+def balance_loss(routing, counts=None):
+    """E sum_e f_e p_e, a scalar; 1 if all is equal. f from `counts` (E,), p the mean score of these tokens.
+
+    counts None: of these tokens, Switch's loss of a micro-batch. Counts of all ranks' tokens (global_counts) make it
+    the loss of the global batch: ranks with equally many tokens then have gradients whose mean is its gradient."""
+    E = routing.scores.shape[1]
+    counts = counts_of(routing.experts, E) if counts is None else counts
+    share = counts.to(routing.scores.dtype) / counts.sum().clamp(min=1)  # (E,)
+    return E * (share * routing.scores.sum(0)).sum() / max(1, len(routing.scores))
+
+
+def z_loss(routing):
+    """Mean of logsumexp(logits)^2, which keeps them small, a scalar. 2202.08906."""
+    return routing.logits.logsumexp(-1).square().sum() / max(1, len(routing.logits))
+
+
+def global_counts(counts, group):
+    """(..., E) of this rank -> of all ranks."""
+    return parallel.all_reduce(counts, group)
+
+
+def max_violation(counts):
+    """(..., E) -> (...): the fullest expert's load over the mean, less 1."""
+    return counts.amax(-1) / counts.double().mean(-1).clamp(min=1e-9) - 1
+
+
+class Balance:
+    """What a training loop calls: loss() after each forward pass, step() after the optimizer's step.
+
+    kind "global", "micro": balance_loss with that f, times `coefficient`; "bias": none, but step() moves each layer's
+    bias by `rate`; "none". With several micro-batches a step, the global f is that of those so far (2501.11873): the
+    exact one is known after the last, when the others' backward passes are over. Both kinds add z times z_loss.
+    group: the ranks whose tokens make the global batch."""
+
+    KINDS = ("global", "micro", "bias", "none")
+
+    def __init__(self, model, kind="global", group=None, coefficient=1e-2, z=1e-3, rate=1e-3):
+        self.layers = [module for module in model.modules() if isinstance(module, MoE)]
+        self.kind, self.group, self.coefficient, self.z, self.rate = kind, group, coefficient, z, rate
+        self.seen = 0  # (layers, E) choices of the step so far, of all ranks
+
+    def loss(self):
+        """Of the routing of the layers' last forward pass: a scalar, their sum; a mean over this rank's tokens."""
+        routings = [layer.take_routing() for layer in self.layers]
+        counts = torch.stack([counts_of(r.experts, r.scores.shape[1]) for r in routings])  # (layers, E)
+        self.seen = self.seen + global_counts(counts, self.group)
+        total = sum(self.z * z_loss(r) for r in routings)
+        if self.kind in ("global", "micro"):
+            chosen = self.seen if self.kind == "global" else counts
+            total = total + sum(self.coefficient * balance_loss(r, c) for r, c in zip(routings, chosen, strict=True))
+        return total
+
+    def step(self):
+        """Move the biases; returns the step's max_violation of each layer, (layers,) fp64."""
+        seen, self.seen = self.seen, 0
+        if self.kind == "bias":
+            for layer, counts in zip(self.layers, seen, strict=True):
+                layer.bias += self.rate * (counts.double().mean() - counts).sign()
+        return max_violation(seen)
+
+
+# ==== 3. The experts' products: rows sorted by expert, one launch for all experts =====================================
+
+# Rows begin[e] ... begin[e + 1] of x (R, K) belong to expert e, whose matrix is rows e M ... (e + 1) M of W (E M, K).
+# A loop over experts launches E products, needs their sizes on the host (a wait), and leaves multiprocessors idle at
+# the end of each. Padding to a capacity wastes or drops. Here a program finds its tile through a table that is made on
+# the device: the tiles of all experts, one after another, each with its expert, first row and last. An expert without
+# tokens has no tile; a last tile computes up to 127 rows too many and stores none of them.
+#
+# What it costs: 2 R M K FLOPs whatever the routing, and all matrices once: E M K elements read, or, as gradients,
+# written. With R / E = 256 rows an expert that is 256 FLOPs an element written, less than a GPU wants: 128 small
+# experts' gradients are bound by writing them.
+
+TILES = {
+    "16-bit": dict(BLOCK_R=128, BLOCK_M=256, BLOCK_K=64, num_warps=8, num_stages=4),
+    "32-bit": dict(BLOCK_R=64, BLOCK_M=64, BLOCK_K=32, num_warps=4, num_stages=2),
+    "16-bit gradient": dict(BLOCK_R=64, BLOCK_M=128, BLOCK_K=256, num_warps=8, num_stages=3),
+    "32-bit gradient": dict(BLOCK_R=32, BLOCK_M=64, BLOCK_K=64, num_warps=4, num_stages=2),
+}
+if INTERPRETED:
+    TILES = dict.fromkeys(TILES, dict(BLOCK_R=16, BLOCK_M=32, BLOCK_K=32))
+# FLOPs of a product, on average over the experts, from which the library's loop is at least as fast (an H200: 4096 rows
+# of width 2048 into 2048, or 1024 of 4096 into 4096).
+LOOP_FROM = 3e10
+
+
+class Tiles(NamedTuple):
+    """The row tiles of all experts: expert, row, stop (most,) int32; count () of them are there."""
+
+    expert: torch.Tensor
+    row: torch.Tensor
+    stop: torch.Tensor
+    count: torch.Tensor
+
+
+class Rows:
+    """Where each expert's rows are. begin (E + 1,) int64 on the device; the same on the host (which waits for the
+    device), and as tiles, are made when somebody asks, once."""
+
+    def __init__(self, begin, stops=None):
+        self.begin, self.experts, self.known, self.tables = begin, len(begin) - 1, stops, {}
+
+    @property
+    def stops(self):
+        self.known = self.known or tuple(self.begin.tolist())
+        return self.known
+
+    def spans(self):
+        """(expert, slice of its rows)."""
+        return [(e, slice(*span)) for e, span in enumerate(itertools.pairwise(self.stops))]
+
+    def tiles(self, R, block):
+        """Tiles of `block` rows, R rows in all. Reads nothing back."""
+        if block not in self.tables:
+            begin = self.begin
+            tiles = (begin.diff() + block - 1) // block  # (E,)
+            ends = tiles.cumsum(0)
+            index = torch.arange(R // block + len(tiles), device=begin.device)  # each expert adds a tile at most
+            expert = torch.searchsorted(ends, index, right=True).clamp(max=len(tiles) - 1)
+            row = begin[expert] + (index - (ends - tiles)[expert]) * block
+            self.tables[block] = Tiles(expert.int(), row.int(), begin[expert + 1].int(), ends[-1].int())
+        return self.tables[block]
+
+
+def product_by_loop(x, W, rows, transposed, out):
+    """x (R, K), W (E M, K) -> out (R, M): x W_e^T for each expert's rows; transposed: x (R, M) -> (R, K), x W_e."""
+    matrices = W.view(rows.experts, -1, W.shape[1])  # (E, M, K)
+    for e, span in rows.spans():
+        torch.mm(x[span], matrices[e] if transposed else matrices[e].T, out=out[span])
+    return out
+
+
+def gradient_by_loop(dy, x, rows, dtype):
+    """dy (R, M), x (R, K) -> (E M, K): dy_e^T x_e of each expert; zeros for one without rows."""
+    out = x.new_empty(rows.experts, dy.shape[1], x.shape[1], dtype=dtype)
+    for e, span in rows.spans():
+        forging.weight_gradient(dy[span], x[span], out[e])
+    return out.flatten(0, 1)
+
+
+@triton.jit
+def product_kernel(
+    X, W, out, tiles, M, K, stride_x, stride_w, TRANSPOSED: tl.constexpr, FETCHED: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):
+    """out (R, M) = X (R, K) W_e^T, W (E M, K); TRANSPOSED: X W_e, W (E K, M). Persistent programs, as in 02."""
+    row_tiles = tl.load(tiles.count)
+    for index in tl.range(tl.program_id(0), row_tiles * tl.cdiv(M, BLOCK_M), tl.num_programs(0), flatten=True):
+        row_tile, col_tile = tile_at(index, row_tiles, tl.cdiv(M, BLOCK_M))
+        e, row, stop = tl.load(tiles.expert + row_tile), tl.load(tiles.row + row_tile), tl.load(tiles.stop + row_tile)
+        col = col_tile * BLOCK_M
+        rows, cols = row + tl.arange(0, BLOCK_R), col + tl.arange(0, BLOCK_M)
+        acc = tl.zeros((BLOCK_R, BLOCK_M), tl.float32)
+        for start in range(0, K, BLOCK_K):
+            depth = start + tl.arange(0, BLOCK_K)
+            if FETCHED:  # rows of the next expert may come along: they are not stored
+                x = X.load([row, start])  # (BLOCK_R, BLOCK_K)
+                w = W.load([e * K + start, col]) if TRANSPOSED else tl.trans(W.load([e * M + col, start]))
+            else:
+                x = load_tile(X, rows, depth, stop, K, stride_x)
+                if TRANSPOSED:
+                    w = load_tile(W + e.to(tl.int64) * K * stride_w, depth, cols, K, M, stride_w)
+                else:
+                    w = tl.trans(load_tile(W + e.to(tl.int64) * M * stride_w, cols, depth, M, K, stride_w))
+            acc = dot(x, w, acc)
+        inside = (rows < stop)[:, None] & (cols < M)[None, :]
+        at = rows.to(tl.int64)[:, None] * M + cols[None, :]
+        tl.store(out + at, acc.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def gradient_kernel(
+    dY, X, out, OUT, begin, order, E, M, K, stride_dy, stride_x, FETCHED: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):
+    """out (E M, K): dY_e^T X_e. A tile of an expert is a sum over its rows: those of the fullest expert take longest
+    and are started first (order). FETCHED: X and OUT are descriptors; one of dY is made here for each tile: it ends
+    with the expert's last row, so that zeros arrive for what follows (a mask took up to a sixth longer)."""
+    tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(K, BLOCK_K)
+    for index in tl.range(tl.program_id(0), E * tiles, tl.num_programs(0), flatten=True):
+        e = tl.load(order + index // tiles)
+        start, stop = tl.load(begin + e).to(tl.int32), tl.load(begin + e + 1).to(tl.int32)
+        down, right = tile_at(index % tiles, tl.cdiv(M, BLOCK_M), tl.cdiv(K, BLOCK_K))
+        down, right = down * BLOCK_M, right * BLOCK_K
+        rows, cols = down + tl.arange(0, BLOCK_M), right + tl.arange(0, BLOCK_K)
+        acc = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
+        if FETCHED:
+            mine = tl.make_tensor_descriptor(dY, [stop, M], [stride_dy, 1], [BLOCK_R, BLOCK_M])
+            for at in range(start, stop, BLOCK_R):
+                acc = dot(tl.trans(mine.load([at, down])), X.load([at, right]), acc)
+            OUT.store([e.to(tl.int32) * M + down, right], acc.to(OUT.dtype))
+        else:
+            for at in range(start, stop, BLOCK_R):
+                tokens = at + tl.arange(0, BLOCK_R)
+                dy = load_tile(dY, tokens, rows, stop, M, stride_dy)  # (BLOCK_R, BLOCK_M)
+                acc = dot(tl.trans(dy), load_tile(X, tokens, cols, stop, K, stride_x), acc)
+            inside = (rows < M)[:, None] & (cols < K)[None, :]
+            to = (e.to(tl.int64) * M + rows)[:, None] * K + cols[None, :]
+            tl.store(out + to, acc.to(out.dtype.element_ty), mask=inside)
+
+
+def choose_backend(a, b, backend="auto", flops=0.0):
+    """"triton" or "torch" as in 02; "auto" takes the loop for experts with much to do. flops: of the mean expert."""
+    found = cce.choose_backend(backend, a, b)
+    return "torch" if backend == "auto" and flops >= LOOP_FROM or not len(a) else found
+
+
+def tile_options(x, suffix=""):
+    return TILES[("16-bit" if x.element_size() == 2 else "32-bit") + suffix]
+
+
+def experts_product(x, W, rows, transposed=False, backend="auto", out=None):
+    """x (R, K) sorted by expert, W (E M, K), rows: Rows -> (R, M), each expert's rows times W_e^T; transposed: x (R, M)
+    -> (R, K), times W_e. fp32 sums. x and W of one dtype: fp32, bf16 or fp16 by the kernel, any by the loop. backend:
+    "triton", "torch" (the loop), "auto". ValueError on dtypes or backends that do not fit."""
+    E, x = rows.experts, cce.rows_contiguous(x)
+    M, K = (W.shape[1], len(W) // E) if transposed else (len(W) // E, W.shape[1])
+    out = x.new_empty(len(x), M) if out is None else out
+    if choose_backend(x, W, backend, 2 * len(x) * M * K / E) == "torch":
+        return product_by_loop(x, W, rows, transposed, out)
+    options = tile_options(x)
+    fetched, operands = cce.takes_descriptors(x, W) and K % options["BLOCK_K"] == 0, (x, W)
+    if fetched:
+        block = [options["BLOCK_K"], options["BLOCK_M"]] if transposed else [options["BLOCK_M"], options["BLOCK_K"]]
+        operands = (TensorDescriptor.from_tensor(x, [options["BLOCK_R"], options["BLOCK_K"]]),
+                    TensorDescriptor.from_tensor(W, block))
+    product_kernel[cce.programs(x)](
+        *operands, out, rows.tiles(len(x), options["BLOCK_R"]), M, K, x.stride(0), W.stride(0),
+        TRANSPOSED=transposed, FETCHED=fetched, **options
+    )
+    return out
+
+
+def experts_gradient(dy, x, rows, dtype=None, backend="auto"):
+    """dy (R, M), x (R, K) sorted by expert -> dW (E M, K) in `dtype` (that of x): dy_e^T x_e, 0 for an expert without
+    rows. fp32 sums. ValueError as for experts_product."""
+    E, M, K, dtype = rows.experts, dy.shape[1], x.shape[1], dtype or x.dtype
+    if choose_backend(dy, x, backend, 2 * len(x) * M * K / E) == "torch":
+        return gradient_by_loop(dy, x, rows, dtype)
+    dy, x, options = cce.rows_contiguous(dy), cce.rows_contiguous(x), tile_options(x, " gradient")
+    out = torch.empty(E * M, K, dtype=dtype, device=x.device)
+    fetched, stride = cce.takes_descriptors(dy, x, out) and M % options["BLOCK_M"] == 0, x.stride(0)
+    to = out
+    if fetched:
+        x = TensorDescriptor.from_tensor(x, [options["BLOCK_R"], options["BLOCK_K"]])
+        to = TensorDescriptor.from_tensor(out, [options["BLOCK_M"], options["BLOCK_K"]])
+        triton.set_allocator(scratch)  # it belongs to a thread, and backward has its own
+    order = rows.begin.diff().argsort(descending=True)
+    gradient_kernel[cce.programs(out)](
+        dy, x, out, to, rows.begin, order, E, M, K, dy.stride(0), stride, FETCHED=fetched, **options
+    )
+    return out
+
+
+def scratch(size_, alignment, stream):
+    """Memory on the GPU for descriptors that a kernel makes."""
+    return torch.empty(size_, dtype=torch.int8, device="cuda")
+
+
+# Between the products rows are moved: copied to their experts, summed on the way back, and the same for gradients.
+
+
+@triton.jit
+def gather_kernel(source, index, weights, out, D, K: tl.constexpr, BLOCK: tl.constexpr):
+    """out[n] = sum_k weights[n, k] source[index[n, k]] (weights None: 1); an index of -1 adds nothing."""
+    n, cols = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    acc = tl.zeros((BLOCK,), tl.float32)
+    for k in tl.static_range(K):
+        row = tl.load(index + n * K + k)
+        width = tl.where(row < 0, 0, D)
+        x = tl.load(source + row * D + cols, mask=cols < width, other=0.0).to(tl.float32)
+        if weights is not None:
+            x *= tl.load(weights + n * K + k)
+        acc += x
+    tl.store(out + n * D + cols, acc.to(out.dtype.element_ty), mask=cols < D)
+
+
+@triton.jit
+def weights_kernel(source, index, dy, out, D, K: tl.constexpr, BLOCK: tl.constexpr):
+    """out[n, k] = source[index[n, k]] . dy[n]."""
+    n = tl.program_id(0).to(tl.int64)
+    for k in tl.static_range(K):
+        row, acc = tl.load(index + n * K + k), tl.zeros((BLOCK,), tl.float32)
+        width = tl.where(row < 0, 0, D)
+        for start in range(0, D, BLOCK):
+            cols = start + tl.arange(0, BLOCK)
+            x = tl.load(source + row * D + cols, mask=cols < width, other=0.0).to(tl.float32)
+            acc += x * tl.load(dy + n * D + cols, mask=cols < D, other=0.0).to(tl.float32)
+        tl.store(out + n * K + k, tl.sum(acc, 0))
+
+
+def gather_rows(source, index, weights=None, backend="auto"):
+    """source (S, D), index (N, K) int64, weights (N, K) fp32 or None -> (N, D) in source's dtype: sum over k of
+    weights[n, k] source[index[n, k]], where an index of -1 adds nothing."""
+    (N, K), D = index.shape, source.shape[1]
+    if choose_backend(source, source, backend) == "triton" and N and len(source):
+        source, out = source.contiguous(), source.new_empty(N, D)
+        block = min(1024, triton.next_power_of_2(D))
+        weights = None if weights is None else weights.contiguous()
+        gather_kernel[(N, triton.cdiv(D, block))](source, index.contiguous(), weights, out, D, K, block)
+        return out
+    rows = found(source, index)  # (N, K, D)
+    wide = torch.promote_types(source.dtype, torch.float32)
+    rows = rows if weights is None else rows.to(wide) * weights.unsqueeze(-1)
+    return rows.sum(1).to(source.dtype) if K > 1 or weights is not None else rows.squeeze(1)
+
+
+def found(source, index):
+    """source[index], zeros for an index of -1."""
+    return (F.pad(source, (0, 0, 0, 1)) if (index < 0).any() else source)[index]
+
+
+def dot_rows(source, index, dy, backend="auto"):
+    """source (S, D), index (N, K), dy (N, D) -> (N, K) fp32 (fp64): source[index[n, k]] . dy[n], 0 for index -1."""
+    (N, K), D = index.shape, source.shape[1]
+    wide = torch.promote_types(source.dtype, torch.float32)
+    if choose_backend(source, dy, backend) == "triton" and N and len(source):
+        out = torch.empty(N, K, device=source.device)
+        block = min(1024, triton.next_power_of_2(D))
+        weights_kernel[(N,)](source.contiguous(), index.contiguous(), dy.contiguous(), out, D, K, block)
+        return out
+    return torch.linalg.vecdot(found(source, index).to(wide), dy.to(wide).unsqueeze(1))
+
+
+class _Take(torch.autograd.Function):
+    """x (N, D) -> rows x[index] (R, D). place (N, K): where the rows went that are row n's, or -1."""
+
+    @staticmethod
+    def forward(ctx, x, index, place):
+        ctx.save_for_backward(place)
+        return gather_rows(x, index.unsqueeze(1))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g):
+        return gather_rows(g, *ctx.saved_tensors), None, None
+
+
+class _Combine(torch.autograd.Function):
+    """rows (R, D), weights (N, K) -> y[n] = sum_k weights[n, k] rows[place[n, k]]; choice (R,) as in Order."""
+
+    @staticmethod
+    def forward(ctx, rows, weights, choice, place):
+        ctx.save_for_backward(rows, weights, choice, place)
+        return gather_rows(rows, place, weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        rows, weights, choice, place = ctx.saved_tensors
+        token = choice // place.shape[1]  # (R,)
+        drows = gather_rows(dy, token.unsqueeze(1), weights.flatten()[choice].unsqueeze(1))
+        return drows, dot_rows(rows, place, dy).to(weights.dtype), None, None
+
+
+class Experts(nn.Module):
+    """One matrix of each of E experts, (M, K), one below the other: weight (E M, K). So a rank's experts are a range of
+    its rows, and so is each expert for 04, which keeps the optimizer's state of the whole in `forged`."""
+
+    forged = None
+
+    def __init__(self, experts, M, K):
+        super().__init__()
+        self.experts = experts
+        self.weight = nn.Parameter(torch.empty(experts * M, K))
+        nn.init.normal_(self.weight, std=0.02)
+
+
+class Work:
+    """What a rank computes in one pass through a layer's experts: own, the Rows of its experts, the first `count` ones;
+    section 6 has a Work with rows of borrowed experts behind them."""
+
+    part_of = ()  # of which expert each gradient is that comes home
+
+    def __init__(self, own, count):
+        self.own, self.count = own, count
+
+    def lend(self, weight):
+        """(the borrowed experts' matrices of this weight, what to wait for)."""
+        return weight[:0], []
+
+    def give_back(self, dY, X, dtype):
+        """(gradients that come home (S, M, K), what to wait for), from dY and X of the borrowed experts' rows."""
+        return X.new_empty(0, dY.shape[1], X.shape[1]), []
+
+
+class ExpertFactor(NamedTuple):
+    """04's factor of a gradient (E M, K): of expert e dY_e^T X_e over rows stops[e] ... stops[e + 1] of dY (R, M) and
+    X (R, K), and parts (S, M, K), gradients of experts part_of[s] from other ranks."""
+
+    dY: torch.Tensor
+    X: torch.Tensor
+    parts: torch.Tensor
+    stops: tuple
+    part_of: tuple
+
+    def of_expert(self, e):
+        rows = slice(self.stops[e], self.stops[e + 1])
+        mine = [part for part, of in zip(self.parts, self.part_of, strict=True) if of == e]
+        return [forging.Product(self.dY[rows], self.X[rows]), *map(forging.Whole, mine)]
+
+    def write(self, state, out, top, left, add):
+        """out (R, C) = or += the block at (top, left)."""
+        M, bottom = self.dY.shape[1], top + len(out)
+        for e in range(top // M, (bottom - 1) // M + 1):
+            first, last = max(top, e * M), min(bottom, (e + 1) * M)
+            for i, factor in enumerate(self.of_expert(e)):
+                factor.write(state, out[first - top : last - top], first - e * M, left, add or i > 0)
+
+
+def expert_update(state, dY, X, work, parts, dtype):
+    """What backward makes of the gradient of Experts.weight, all parts of it at hand: without a state, or unarmed, the
+    gradient; else the step, expert by expert, as 04's plan_update chooses for its tokens; or a factor for later."""
+    M, K, handle = dY.shape[1], X.shape[1], state and state.handle
+    if not (state and (handle.armed or handle.stashing)):
+        gradient = experts_gradient(dY, X, work.own, dtype)  # (E M, K)
+        for part, e in zip(parts, work.part_of, strict=True):
+            gradient[e * M : (e + 1) * M] += part
+        return gradient
+    factor = ExpertFactor(dY, X, parts, work.own.stops, work.part_of)
+    if handle.stashing:
+        return state.keep(factor)
+    state.refuse_second()
+    state.updated = True
+    for e in range(len(factor.stops) - 1):
+        product, *others = factors = factor.of_expert(e)
+        rung = "slab" if others or handle.rung == "hook" else handle.rung  # a sum cannot be fused
+        sizes = handle.slab_bytes, handle.gradient.itemsize
+        plan = state.plan = forging.plan_update(M, K, len(product.X), handle.layout, rung, *sizes)
+        if plan.rung == "fused":
+            state.step_fused(*product, row=e * M)
+        else:
+            state.step_in_slabs(factors, plan.rows, plan.cols, e * M, M)
+
+
+class _ExpertMLP(torch.autograd.Function):
+    """x (R, D), sorted by expert -> (R, D): down_e(gelu(up_e(x))), by the Work: own experts' rows first, borrowed
+    experts' behind them. up (E F, D), down (E D, F); states: 04's of both, or None.
+
+    Keeps x and the hidden rows before gelu, which is made again: R F elements less than autograd would."""
+
+    @staticmethod
+    def forward(ctx, x, up, down, work, states, uses):
+        ctx.work, ctx.states, ctx.uses = work, states, uses
+        ctx.seen = [w._version for w in (up, down)]
+        weights = [w.to(x.dtype) for w in (up, down)]
+        borrowed = [work.lend(w) for w in weights]
+        hidden = products(x, weights[0], *borrowed[0], work)  # (R, F)
+        out = products(F.gelu(hidden), weights[1], *borrowed[1], work)  # (R, D)
+        ctx.save_for_backward(x, hidden, up, down, *(buffer for buffer, _ in borrowed))
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, hidden, up, down, *borrowed = (t.detach() for t in ctx.saved_tensors)
+        work, own = ctx.work, ctx.work.count
+        for state, use, seen in zip(ctx.states, ctx.uses, ctx.seen, strict=True):
+            if state:
+                state.used(use, seen)
+        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+            weights, active, dy = [w.to(x.dtype) for w in (up, down)], F.gelu(hidden), dy.contiguous()
+            dhidden = products(dy, weights[1], borrowed[1], [], work, transposed=True)  # (R, F)
+            dhidden = torch.ops.aten.gelu_backward(dhidden, hidden)
+            pairs = [(dhidden, x), (dy, active)]  # dW of up, of down
+            # While gradients of borrowed experts travel home, this rank goes on.
+            home = [work.give_back(d[own:], a[own:], w.dtype) for (d, a), w in zip(pairs, (up, down), strict=True)]
+            dx = products(dhidden, weights[0], borrowed[0], [], work, transposed=True)  # (R, D), with the old weight
+            results = []
+            for i, ((d, a), (parts, handles), w) in enumerate(zip(pairs, home, (up, down), strict=True)):
+                wait_for(handles)
+                wanted = cce.wanted(ctx, 1 + i)
+                update = expert_update(ctx.states[i], d[:own], a[:own], work, parts, w.dtype) if wanted else None
+                results.append(update)
+        return dx, *results, None, None, None
+
+
+def wait_for(handles):
+    for handle in handles:
+        handle.wait()
+
+
+def products(x, own, borrowed, handles, work, transposed=False):
+    """experts_product over the rows of own experts; then, when their matrices are here, over those of borrowed ones."""
+    M = own.shape[1] if transposed else len(own) // work.own.experts
+    out = x.new_empty(len(x), M)
+    experts_product(x[: work.count], own, work.own, transposed, out=out[: work.count])
+    wait_for(handles)
+    if len(borrowed):
+        experts_product(x[work.count :], borrowed, work.borrowed, transposed, out=out[work.count :])
+    return out
+
+
+# ==== 4. The layer ====================================================================================================
+
+
+def recording():
+    """Whether this forward pass counts: not one without gradients, nor one that recomputation makes in backward, which
+    would count every token twice."""
+    return torch.is_grad_enabled() and torch._C._current_graph_task_id() < 0
+
+
+class MoE(nn.Module):
+    """x (..., D) -> (..., D): E experts of width `hidden`, each token through its best top_k.
+
+    gate: "softmax" or "sigmoid". capacity: factor of the fair share beyond which an expert drops tokens (their residual
+    stream goes on without it); None: none is dropped. bottleneck: BigMac's width d: rows are narrowed from D to d
+    before they are sent and widened after they have come back, so that experts work, and ranks talk, at width d.
+    After a forward pass that trains, take_routing() gives its Routing, once; dropped: the share of choices that the
+    last pass dropped. ValueError on sizes that do not fit."""
+
+    def __init__(self, dim, hidden, experts, top_k=2, gate="softmax", capacity=None, bottleneck=None):
+        super().__init__()
+        if not 1 <= top_k <= experts:
+            raise ValueError(f"top_k {top_k} of {experts} experts: use 1 to {experts}")
+        if gate not in ("softmax", "sigmoid"):
+            raise ValueError(f"gate is {gate!r}: use 'softmax' or 'sigmoid'")
+        if capacity is not None and not capacity > 0:
+            raise ValueError(f"capacity is {capacity}: use None, or a factor above 0")
+        width = bottleneck or dim
+        self.experts, self.top_k, self.gate, self.capacity = experts, top_k, gate, capacity
+        self.router = nn.Parameter(torch.empty(experts, dim))
+        nn.init.normal_(self.router, std=0.02)
+        self.register_buffer("bias", torch.zeros(experts))
+        self.up, self.down = Experts(experts, hidden, width), Experts(experts, width, hidden)
+        self.narrow = nn.Linear(dim, width, bias=False) if bottleneck else nn.Identity()
+        self.widen = nn.Linear(width, dim, bias=False) if bottleneck else nn.Identity()
+        self.exchange, self.routing, self.dropped = run_here, None, 0.0
+
+    def forward(self, x):
+        shape, x = x.shape, x.reshape(-1, x.shape[-1])  # (N, D)
+        with torch.autocast(x.device.type, enabled=False):  # a rounded score may choose another expert
+            wide = torch.promote_types(x.dtype, torch.float32)
+            routing = route(x.to(wide) @ self.router.to(wide).T, self.top_k, self.gate, self.bias)
+        if recording():
+            self.routing = routing
+        return self.mix(x, routing).view(shape)
+
+    def mix(self, x, routing):
+        """x (N, D) -> (N, D): the sum of the experts' outputs."""
+        capacity = self.capacity and capacity_of(self.capacity, len(x), self.top_k, self.experts)
+        order = order_by_expert(routing.experts, self.experts, capacity)
+        if capacity:
+            self.dropped = 1 - len(order.choice) / max(1, order.place.numel())
+        x = self.narrow(parallel.as_product(x))
+        rows = _Take.apply(x, order.choice // self.top_k, order.place)  # (R, D)
+        rows = self.exchange(rows, order.begin, self)
+        return self.widen(_Combine.apply(rows, routing.weights, order.choice, order.place))
+
+    def take_routing(self):
+        """The Routing of the last forward pass that counted. ValueError if there was none since."""
+        if self.routing is None:
+            raise ValueError("no forward pass with gradients since the last call: call it once after each")
+        routing, self.routing = self.routing, None
+        return routing
+
+
+def run_here(rows, begin, moe):
+    """All experts on this rank."""
+    return expert_mlp(rows, moe, Work(Rows(begin), len(rows)))
+
+
+def expert_mlp(rows, moe, work):
+    """_ExpertMLP with the layer's weights, whose uses 04 has to know of."""
+    weights, states = (moe.up.weight, moe.down.weight), (moe.up.forged, moe.down.forged)
+    if torch.is_grad_enabled():  # a rank without tokens still has to come to backward's exchanges
+        rows = rows if rows.requires_grad else rows.requires_grad_()
+    counted = [state and forging.has_backward(w, state) for state, w in zip(states, weights, strict=True)]
+    uses = [state and forging.Use() for state in states]
+    out = _ExpertMLP.apply(rows, *weights, work, states, uses)
+    for state, use, waits in zip(states, uses, counted, strict=True):
+        if waits:
+            state.uses.add(use)
+    return out
+
+
+class Block(base.Block):
+    """01's layer with experts in place of its MLP."""
+
+    def mlp(self, x):
+        return self.moe(x)
+
+
+@dataclasses.dataclass(frozen=True)
+class GPTConfig(base.GPTConfig):
+    """01's, with experts. hidden: width of an expert; 0: 4 dim / top_k, so that a token meets as many weights as in the
+    dense model."""
+
+    experts: int = 8
+    top_k: int = 2
+    hidden: int = 0
+
+    def width(self):
+        return self.hidden or max(1, 4 * self.dim // self.top_k)
+
+    def layer_change(self, active):
+        """Parameters of a layer's router and `active` experts, less those of the dense MLP."""
+        return self.experts * self.dim + 2 * active * self.dim * self.width() - 8 * self.dim**2
+
+    def parameters(self):
+        return super().parameters() + self.layers * self.layer_change(self.experts)
+
+    def flops_per_token(self):
+        """Of the experts that a token meets."""
+        return super().flops_per_token() + 6 * self.layers * self.layer_change(self.top_k)
+
+
+def with_experts(model, **options):
+    """Replace the MLPs of a GPT of 01 in place: GPTConfig's hidden, experts, top_k where the model has it, or `options`
+    of MoE. Returns the model."""
+    config = model.config
+    if isinstance(config, GPTConfig):
+        options = dict(hidden=config.width(), experts=config.experts, top_k=config.top_k) | options
+    for block in model.blocks:
+        block.__class__ = Block
+        weight = block.up.weight
+        del block.up, block.down
+        with weight.device:
+            block.moe = MoE(config.dim, **options).to(weight.dtype)
+        into_stream = block.moe.widen if options.get("bottleneck") else block.moe.down
+        nn.init.normal_(into_stream.weight, std=0.02 / math.sqrt(2 * config.layers))  # as in 01
+    return model
+
+
+# ==== 5. Expert parallelism: experts on different ranks, rows travel to them and back =================================
+
+# Ranks hold equal ranges of the experts. All know all counts (one gather of E numbers a rank), hence the same table
+#     rows[s, d, e]   rows of expert e that source rank s has and rank d computes
+# from which everything follows: what to send, what comes, in which order it lies. Plain expert parallelism and section
+# 6 differ in that table alone. A rank without tokens sends and receives nothing, but it comes to every exchange,
+# forward and backward: one that leaves out an exchange of nothing leaves the others waiting.
+
+
+def owners(E, n):
+    """(E,) the rank of each expert."""
+    return np.repeat(np.arange(n), [stop - start for start, stop in shares(E, n)])
+
+
+def at_home(loads, n):
+    """Plain expert parallelism. loads (E,) rows of each expert -> (n, E), how many of them each rank computes."""
+    plan = np.zeros((n, len(loads)), np.int64)
+    plan[owners(len(loads), n), np.arange(len(loads))] = loads
+    return plan
+
+
+def table(counts, plan):
+    """counts (n, E) rows of each expert that each rank has, plan (n, E) that each computes -> rows (n, n, E). Where a
+    rank computes an expert it takes its own rows first: those need not travel. The rest in order of ranks."""
+    rows = np.zeros((len(plan), *plan.shape), np.int64)
+    kept = np.minimum(counts, plan)  # (n, E)
+    diagonal = np.arange(len(plan))
+    rows[diagonal, diagonal] = kept
+    left, room = counts - kept, plan - kept
+    have, take = left.cumsum(0), room.cumsum(0)  # both are cut from one line of an expert's remaining rows
+    overlap = np.minimum(have[:, None], take[None]) - np.maximum((have - left)[:, None], (take - room)[None])
+    return rows + overlap.clip(0)
+
+
+def spans(starts, lengths, device):
+    """start, start + 1, ... of each span, one after the other: (sum of lengths,) int64."""
+    starts, lengths = starts.ravel(), lengths.ravel()
+    total = int(lengths.sum())
+    both = torch.from_numpy(np.stack((starts - (lengths.cumsum() - lengths), lengths))).to(device)
+    first = torch.repeat_interleave(both[0], both[1], output_size=total)
+    return first + torch.arange(total, device=device)
+
+
+def before(x, axis=0):
+    """Sums of what comes before each along the axis."""
+    return x.cumsum(axis) - x
+
+
+def permute(x, starts, lengths):
+    """The rows of x (R, D) at these spans, one after the other, which cover it; and the function that undoes it."""
+    filled = lengths.ravel() > 0
+    if (starts.ravel() == before(lengths.ravel()))[filled].all():
+        return x, lambda y: y  # they lie like that
+    index = spans(starts, lengths, x.device)  # (R,)
+    place = torch.empty_like(index)
+    place[index] = torch.arange(len(index), device=x.device)
+    return _Take.apply(x, index, place.unsqueeze(1)), lambda y: _Take.apply(y, place, index.unsqueeze(1))
+
+
+class ExpertParallel:
+    """What expert_parallel puts into a layer for run_here: rows (R, D) sorted by expert -> the same of their outputs.
+
+    policy(loads (E,), n) -> (n, E), which rank computes how many of each expert's rows. plan: the last one."""
+
+    def __init__(self, group, policy):
+        self.group, self.policy, self.plan = group, policy, None
+
+    def __call__(self, rows, begin, moe):
+        n, me, device = size(self.group), rank_in(self.group), rows.device
+        counts = parallel.gather(begin.diff().unsqueeze(0), self.group, 0).cpu().numpy()  # (n, E), waits for the device
+        self.plan = self.policy(counts.sum(0), n)
+        cube = table(counts, self.plan)
+        give, take = cube[me].sum(1).tolist(), cube[:, me].sum(1).tolist()
+        # Sending order: by rank, then expert; within an expert, rows for earlier ranks come first.
+        starts = before(counts[me]) + before(cube[me])  # (n, E)
+        rows, as_given = permute(rows, starts, cube[me])
+        # They arrive by source, then expert, and are wanted by expert, own ones before borrowed ones, then source.
+        arriving = before(cube[:, me].ravel()).reshape(n, -1)  # (n, E)
+        mine = np.arange(moe.experts)[owners(moe.experts, n) == me]
+        borrowed = np.flatnonzero(self.plan[me] * (owners(moe.experts, n) != me))
+        wanted = np.concatenate((mine, borrowed))
+        work = Loans(self.plan, mine, borrowed, self.group, device)
+        rows = exchange(rows, give, take, self.group)
+        rows, as_arrived = permute(rows, arriving.T[wanted], cube[:, me].T[wanted])
+        rows = as_arrived(expert_mlp(rows, moe, work))
+        return as_given(exchange(rows, take, give, self.group))
+
+
+def exchange(rows, give, take, group):
+    """05's exchange of rows, whose backward sends the gradients back."""
+    return parallel._Exchange.apply(rows, give, take, group)
+
+
+def expert_parallel(model, group, policy="ep"):
+    """Cut the experts of every MoE in the model in place: each rank of the group keeps an equal range. All ranks start
+    from equal weights. policy: "ep", or "llep" (section 6), or a function as in ExpertParallel.
+
+    A rank's gradients of its experts are those of all ranks' tokens, and need no further sum; those of all other
+    parameters are of its own tokens. Returns {name: (row, 0)} of each cut weight's first element in the whole:
+    forge()'s `origins`. ValueError if the experts cannot be shared out equally, or were cut before."""
+    n, origins = size(group), {}
+    if isinstance(policy, str) and policy not in POLICIES:
+        raise ValueError(f"policy is {policy!r}: use one of {', '.join(POLICIES)}")
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
+    for name, moe in layers.items():
+        if moe.experts % n:
+            raise ValueError(f"{moe.experts} experts over {n} ranks: use a number of experts that {n} divides")
+        if moe.exchange is not run_here:
+            raise ValueError(f"{name}: its experts are cut already: call expert_parallel once")
+    for name, moe in layers.items():
+        moe.exchange = ExpertParallel(group, POLICIES.get(policy, policy))
+        for part in ("up", "down") if n > 1 else ():
+            experts = getattr(moe, part)
+            start, _ = parallel.cut(experts, "weight", 0, group, origins, f"{name}.{part}.weight".lstrip("."))
+            experts.experts //= n
+    return origins
+
+
+def expert_parameters(model):
+    """{name: parameter} of the cut experts: the others' gradients are summed over the group."""
+    return {name: p for name, p in model.named_parameters() if isinstance(p, nn.Parameter) and hasattr(p, "cut")}
+
+
+def exchange_bytes(N, K, D, n, itemsize):
+    """Bytes that a rank sends forward, for N tokens with even routing: rows for the other ranks' experts, and as many
+    outputs back. Backward: as much again."""
+    return 2 * N * K * D * itemsize * (n - 1) // n
+
+
+# ==== 6. Least-loaded expert parallelism: where rows cannot be spread, weights travel =================================
+
+# All rows of a popular expert go to one rank. That rank can lend the expert's weights to ranks that have less to do,
+# and part of the rows goes there; their gradients of the weights come home and are added. An expert's arithmetic over R
+# rows is 12 R D F FLOPs, forward and backward; its weights and their gradients are 4 D F numbers. So a chunk must be
+# large to be worth it (`least` rows). 2601.17111; where the paper leaves it open, or differs from its code, we take:
+#   - the imbalance that decides whether to act is that of the ranks' loads, which is what one waits for (not experts');
+#   - an excess that fits nowhere goes to the least loaded other rank, even beyond its limit (not: stays at home);
+#   - a plan that is not below the plain one's largest load is dropped for that.
+
+
+def least_loaded(loads, n, alpha=1.0, least=1024, imbalance=1.3):
+    """loads (E,) rows of each expert -> (n, E), how many of them each of n ranks computes. Plain while the fullest rank
+    has less than `imbalance` times the mean. alpha: a rank's limit over the mean; least: rows below which only a last
+    rest is given away."""
+    plain, owner = at_home(loads, n), owners(len(loads), n)
+    pending = plain.sum(1)  # (n,) rows of experts that are not assigned yet, at their owners
+    if pending.max() < imbalance * loads.sum() / n:
+        return plain
+    limit, plan = math.ceil(alpha * loads.sum() / n), np.zeros_like(plain)
+    for e in np.argsort(-loads, kind="stable"):
+        home = owner[e]
+        pending[home] -= loads[e]
+        filled = filled_so_far(plan, pending)  # (n,)
+        plan[home, e] = kept = min(max(0, limit - filled[home]), loads[e])
+        rest, others = loads[e] - kept, [r for r in np.argsort(filled, kind="stable") if r != home]
+        for r in others:
+            chunk = min(rest, limit - filled[r])
+            if chunk > 0 and (chunk >= least or chunk == rest):
+                plan[r, e] = chunk
+                rest -= chunk
+        if rest:
+            plan[min(others, key=lambda r: plan[r, e] + filled[r]), e] += rest
+    return plan if plan.sum(1).max() < plain.sum(1).max() else plain
+
+
+def filled_so_far(plan, pending):
+    """(n,) rows that each rank has, or will have at least: of experts whose turn has not come it may keep all."""
+    return plan.sum(1) + pending
+
+
+POLICIES = {"ep": at_home, "llep": least_loaded}
+
+
+class Loans(Work):
+    """The Work of a rank by a plan (n, E): rows of its own experts `mine`, then of those that it borrows. Owner and
+    borrower send matrices to each other, nobody else takes part."""
+
+    def __init__(self, plan, mine, borrowed, group, device):
+        me, self.group = rank_in(group), group
+        stops = [(0, *plan[me, experts].cumsum().tolist()) for experts in (mine, borrowed)]
+        begin = torch.tensor([*stops[0], *stops[1]], device=device).split([len(mine) + 1, len(borrowed) + 1])
+        own, self.borrowed = map(Rows, begin, stops)
+        super().__init__(own, stops[0][-1])
+        owner = owners(plan.shape[1], len(plan))
+        lent = [(e, r) for e in mine for r in np.flatnonzero(plan[:, e]) if r != me]
+        self.lent = [(int(e - mine[0]), int(r)) for e, r in lent]  # expert of mine, to whom
+        self.lenders = [int(owner[e]) for e in borrowed]
+        self.part_of = tuple(e for e, _ in self.lent)
+
+    def send(self, away, back, kind):
+        """Send each (matrix, rank) of away while receiving into each (matrix, rank) of back; what to wait for."""
+        there = [dist.P2POp(dist.isend, x, group=self.group, group_peer=rank) for x, rank in away]
+        here_ = [dist.P2POp(dist.irecv, x, group=self.group, group_peer=rank) for x, rank in back]
+        sent[kind] += sum(x.nbytes for x, _ in away)
+        return dist.batch_isend_irecv(there + here_) if there or here_ else []
+
+    def lend(self, weight):
+        own = weight.view(self.own.experts, -1, weight.shape[1])  # (E, M, K)
+        buffer = weight.new_empty(len(self.lenders), *own.shape[1:])
+        away, back = [(own[e], r) for e, r in self.lent], list(zip(buffer, self.lenders, strict=True))
+        handles = self.send(away, back, "weights")
+        return buffer.flatten(0, 1), handles
+
+    def give_back(self, dY, X, dtype):
+        M, K, S = dY.shape[1], X.shape[1], len(self.lenders)
+        gradients = X.new_empty(0, dtype=dtype) if not S else experts_gradient(dY, X, self.borrowed, dtype)
+        parts = torch.empty(len(self.lent), M, K, dtype=dtype, device=X.device)
+        away = list(zip(gradients.view(S, M, K), self.lenders, strict=True)) if S else []
+        handles = self.send(away, [(part, r) for part, (_, r) in zip(parts, self.lent, strict=True)], "gradients")
+        return parts, handles
+
+
+# ==== 7. Folding: attention and experts cut the same ranks in different ways ==========================================
+
+
+def fold(tp=1, cp=1, dp=1, ep=1, pp=1):
+    """Lists of ranks of each group: attention on a mesh of pp x dp x cp x tp ranks (05's order), experts on one of
+    pp x edp x ep over the same ranks: {"tp": [[0, 1], ...], ..., "ep": ..., "edp": ...}.
+
+    Experts need not follow attention's cut: ep may span tp and cp, so that it is not limited by dp. edp is what is left
+    of a stage's ranks: copies of the same experts, whose gradients are summed. ValueError if ep does not divide them.
+    2504.14960."""
+    inner = dp * cp * tp
+    if inner % ep:
+        raise ValueError(f"ep {ep}: dp {dp} x cp {cp} x tp {tp} = {inner} ranks of a stage are no multiple of it")
+    attention = np.arange(pp * inner).reshape(pp, dp, cp, tp)
+    experts = attention.reshape(pp, inner // ep, ep)
+    along = lambda mesh, axis: np.moveaxis(mesh, axis, -1).reshape(-1, mesh.shape[axis]).tolist()  # noqa: E731
+    groups = {name: along(attention, axis) for axis, name in enumerate(("pp", "dp", "cp", "tp"))}
+    return groups | {"edp": along(experts, 1), "ep": along(experts, 2)}
+
+
+def folded_groups(**sizes):
+    """{name: this rank's process group} of fold(**sizes), None where it has size 1. All ranks call it."""
+    return {name: dist.new_subgroups_by_enumeration(lists)[0] if len(lists[0]) > 1 else None
+            for name, lists in fold(**sizes).items()}
+
+
+# ==== 8. Study: do experts specialise? ================================================================================
+
+DOMAINS = ("source", "documentation", "numbers", "base64")
+
+
+@functools.cache
+def domain_texts(size_=2**18, seed=0):
+    """{domain: bytes (size_,) uint8}: the standard library's source without its documentation strings, these, decimal
+    numbers, and random bytes in base64."""
+    generator = np.random.default_rng(seed)
+    source, documentation = [], []
+    for path in base.source_files():
+        text = path.read_text(encoding="utf-8", errors="ignore")
+        found = [ast.get_docstring(node, clean=False) for node in ast.walk(ast.parse(text))
+                 if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))]
+        for part in filter(None, found):
+            text = text.replace(part, "")
+            documentation.append(part)
+        source.append(text)
+        if min(sum(map(len, source)), sum(map(len, documentation))) > size_:
+            break
+    numbers = ", ".join(str(x) for x in np.round(generator.lognormal(3, 3, size_ // 5), 3))
+    texts = "\n".join(source), "\n".join(documentation), numbers, base64.b64encode(generator.bytes(size_)).decode()
+    return {name: np.frombuffer(text.encode()[:size_], np.uint8) for name, text in zip(DOMAINS, texts, strict=True)}
+
+
+def windows(text, count, T, generator):
+    """count windows of T + 1 bytes at random places: inputs and targets (count, T) int64."""
+    starts = generator.integers(0, len(text) - T - 1, count)
+    block = torch.from_numpy(text[starts[:, None] + np.arange(T + 1)].astype(np.int64))
+    return block[:, :-1], block[:, 1:]
+
+
+def mixed_batch(texts, count, T, generator):
+    """count windows of each domain, one domain after the other: inputs, targets (domains count, T)."""
+    pairs = [windows(text, count, T, generator) for text in texts]
+    return [torch.cat(side) for side in zip(*pairs, strict=True)]
+
+
+def mutual_information(table):
+    """(domains, E) counts -> bits that a token's expert tells of its domain; 2 for four domains told apart."""
+    p = table.double() / table.sum()
+    independent = p.sum(1, keepdim=True) * p.sum(0, keepdim=True)
+    return (p * (p / independent).log2()).nan_to_num(0).sum().item()
+
+
+def of_micro_batches(routing, count):
+    """The Routing of each of `count` equal parts of the tokens."""
+    return [Routing(*parts) for parts in zip(*(t.chunk(count) for t in routing), strict=True)]
+
+
+class Found(NamedTuple):
+    """Of a run of the study: nats a byte on other text, bits of mutual information and max_violation (means over
+    layers), parameters."""
+
+    loss: float
+    bits: float
+    violation: float
+    parameters: int
+
+
+def train_on_domains(kind, seed, steps, batch=4, T=64, **options):
+    """Train a small GPT with experts on four domains, a micro-batch of each in every step; a Found.
+
+    kind: how Balance counts. The micro-batches go through the model as one batch, so that the two kinds of counting see
+    the same numbers: "micro" is the mean of their losses, each with its own f."""
+    torch.manual_seed(seed)
+    config = base.GPTConfig(256, T, 2, 4, 64)
+    model = with_experts(base.GPT(config), **dict(hidden=64, experts=8, top_k=2) | options)
+    balance = Balance(model, "none" if kind == "micro" else kind, coefficient=3e-2, rate=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95))
+    generator = np.random.default_rng(seed)
+    texts = [text[: len(text) * 3 // 4] for text in domain_texts().values()]
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = 3e-3 * min(1, (step + 1) / 20, (steps - step) / (steps / 2))
+        x, y = mixed_batch(texts, batch, T, generator)
+        loss = cce.linear_cross_entropy(model(x), model.classifier, y)
+        if kind == "micro":
+            parts = [part for layer in balance.layers for part in of_micro_batches(layer.routing, len(texts))]
+            loss = loss + 3e-2 * sum(map(balance_loss, parts)) / len(texts)
+        (loss + balance.loss()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        balance.step()
+    generator, others = np.random.default_rng(1), [text[len(text) * 3 // 4 :] for text in domain_texts().values()]
+    x, y = mixed_batch(others, 64, T, generator)
+    loss = cce.linear_cross_entropy(model(x), model.classifier, y).item()
+    tables = []
+    for layer in balance.layers:
+        experts = layer.take_routing().experts.view(len(others), -1)  # (domains, tokens K)
+        tables.append(torch.stack([counts_of(part, layer.experts) for part in experts]))  # (domains, E)
+    bits, uneven = map(mutual_information, tables), (max_violation(t.sum(0)).item() for t in tables)
+    return Found(loss, statistics.mean(bits), statistics.mean(uneven), sum(map(torch.numel, model.parameters())))
+
+
+# ==== 9. Checks =======================================================================================================
+
+
+def written_out(x, router, up, down, top_k):
+    """The layer as a sum over tokens: x (N, D), router (E, D), up (E F, D), down (E D, F) -> (N, D)."""
+    E, D = router.shape
+    up, down = up.view(E, -1, D), down.view(E, D, -1)
+    rows = []
+    for token in x:
+        logits = router @ token  # (E,)
+        best = logits.topk(top_k).indices.tolist()
+        shares_ = logits[best].softmax(0) if top_k > 1 else logits.softmax(0)[best]
+        rows.append(sum(w * (down[e] @ F.gelu(up[e] @ token)) for w, e in zip(shares_, best, strict=True)))
+    return torch.stack(rows)
+
+
+def check_routing(N=40, E=7, seed=0):
+    """Gates by their formulas; a bias changes who is chosen, not what it is worth; capacity drops the last; the losses
+    by theirs, 1 if all is equal."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(N, E, generator=generator, dtype=torch.float64)
+    bias = torch.randn(E, generator=generator, dtype=torch.float64)
+    for gate, K in itertools.product(("softmax", "sigmoid"), (1, 3)):
+        for b in (None, bias):
+            routing = route(logits, K, gate, b)
+            scores = logits.softmax(-1) if gate == "softmax" else logits.sigmoid()
+            want = (scores if b is None else scores + b).topk(K).indices
+            require(torch.equal(routing.experts, want), f"{gate}, top {K}: other experts than the best")
+            worth = scores.gather(1, want)
+            worth = worth / worth.sum(1, keepdim=True) if K > 1 else worth
+            torch.testing.assert_close(routing.weights, worth)
+            torch.testing.assert_close(routing.scores.sum(1), torch.ones(N, dtype=torch.float64))
+    share = torch.stack([(routing.experts == e).double().sum() for e in range(E)]) / routing.experts.numel()
+    torch.testing.assert_close(balance_loss(routing), E * (share * routing.scores.mean(0)).sum())
+    torch.testing.assert_close(z_loss(routing), logits.exp().sum(1).log().square().mean())
+    even = Routing(logits, torch.full((E, E), 1 / E), torch.arange(E).unsqueeze(1), None)
+    torch.testing.assert_close(balance_loss(even), torch.tensor(1.0))
+    experts = torch.randint(E, (N, 2), generator=generator)
+    for capacity in (None, 5):
+        order, taken = order_by_expert(experts, E, capacity), [0] * E
+        for choice, e in enumerate(experts.flatten().tolist()):  # as they come
+            kept = capacity is None or taken[e] < capacity
+            place = order.place.flatten()[choice].item()
+            require(place == (order.begin[e] + taken[e] if kept else -1), f"capacity {capacity}: choice {choice}")
+            require(not kept or order.choice[place] == choice, f"capacity {capacity}: choice {choice} is not there")
+            taken[e] += kept
+        require(order.begin.diff().tolist() == taken, f"capacity {capacity}: wrong counts")
+
+
+def check_products(device="cpu", dtypes=(torch.float32, torch.bfloat16), seed=0):
+    """The kernels, where Triton is, against the loop in fp64, by the three-way rule: experts without rows and with more
+    than a tile, sizes that no tile divides; rows that are copied, summed, left out."""
+    if not HAS_TRITON:
+        return
+    generator = torch.Generator().manual_seed(seed)
+    for counts, M, K in (((0, 5, 33, 1, 0, 40), 40, 72), ((19, 0, 0), 32, 64), ((64, 64), 64, 32)):
+        rows = Rows(torch.tensor((0, *itertools.accumulate(counts)), device=device))
+        R, E = sum(counts), len(counts)
+        random = lambda *shape: torch.randn(*shape, generator=generator).to(device)  # noqa: E731
+        x, dy, W, weights, dz = random(R, K), random(R, M), random(E * M, K), random(25, 2), random(25, K)
+        index = torch.randint(-1, R, (25, 2), generator=generator).to(device)
+        for dtype in dtypes:
+            x_, dy_, W_, dz_ = (t.to(dtype) for t in (x, dy, W, dz))
+            cases = {
+                "product": (experts_product, (x_, W_, rows)),
+                "transposed": (functools.partial(experts_product, transposed=True), (dy_, W_, rows)),
+                "gradient": (experts_gradient, (dy_, x_, rows)), "gather": (gather_rows, (x_, index)),
+                "weighted gather": (gather_rows, (x_, index, weights)), "dots": (dot_rows, (x_, index, dz_)),
+            }
+            for name, (function, arguments) in cases.items():
+                wide = [a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in arguments]
+                exact = function(*wide, backend="torch")
+                got, peer = (function(*arguments, backend=backend) for backend in ("triton", "torch"))
+                cce.require_as_good(f"{name}, {dtype}, rows {counts}", got, peer, exact, torch.finfo(dtype).eps)
+
+
+def check_layer(N=30, D=8, E=5, seed=0):
+    """Output and all gradients equal the written-out sum in fp64; BigMac's is that at its width; with a large capacity
+    nothing changes, with a small one exactly the dropped choices are missing."""
+    torch.manual_seed(seed)
+    for K, bottleneck in ((1, None), (2, None), (2, 4)):
+        moe, x = MoE(D, 12, E, K, bottleneck=bottleneck).double(), torch.randn(N, D, dtype=torch.float64)
+        for p in moe.parameters():
+            p.data.normal_()
+        x.requires_grad_()
+        leaves = [x, *moe.parameters()]
+        dy = torch.randn(N, D, dtype=torch.float64)
+        if bottleneck:  # the router sees x, experts what is narrowed
+            narrow = torch.cat((moe.narrow(x), x), 1)
+            router = F.pad(moe.router, (bottleneck, 0))
+            up = F.pad(moe.up.weight, (0, D))
+            down = F.pad(moe.down.weight.view(E, bottleneck, -1), (0, 0, 0, D)).flatten(0, 1)
+            want = moe.widen(written_out(narrow, router, up, down, K)[:, :bottleneck])
+        else:
+            want = written_out(x, moe.router, moe.up.weight, moe.down.weight, K)
+        want = dict(enumerate((want, *torch.autograd.grad(want, leaves, dy))))
+        for capacity in (None, float(E)):
+            moe.capacity = capacity
+            got = moe(x)
+            parallel.compare("layer", dict(enumerate((got, *torch.autograd.grad(got, leaves, dy)))), want)
+        moe.capacity = 0.7
+        y = moe(x)
+        order = order_by_expert(moe.take_routing().experts, E, capacity_of(0.7, N, K, E))
+        gone = (order.place < 0).double().mean().item()
+        require(gone > 0 and abs(moe.dropped - gone) < 1e-12, f"{moe.dropped:.3f} reported as dropped, {gone:.3f} were")
+        same = (y - want[0]).abs().amax(1) < 1e-12
+        require(torch.equal(same, (order.place >= 0).all(1)), "other tokens changed than those that were dropped")
+    parallel.must_raise("top_k 3 of 2", lambda: MoE(8, 8, 2, 3))
+    parallel.must_raise("no forward pass", MoE(8, 8, 2).take_routing)
+
+
+# Loads that test expert parallelism: (bias of the choice, experts a token goes to, tokens of each rank by its number).
+CASES = {
+    "uniform": ({}, 2, lambda r, n: 9 + r),
+    "a hot expert": ({0: 0.15}, 2, lambda r, n: 12),
+    "an expert without tokens": ({3: -9.0}, 2, lambda r, n: 10),
+    "a rank without tokens": ({}, 2, lambda r, n: 0 if r == n - 1 else 11),
+    "all tokens to one expert": ({1: 9.0}, 1, lambda r, n: 8 + 2 * r),
+    "no tokens at all": ({}, 2, lambda r, n: 0),
+}
+LLEP = functools.partial(least_loaded, least=2, imbalance=1.05)  # for loads as small as those of the checks
+
+
+def as_in_bf16(x):
+    """Values that every dtype has: routing in bf16 chooses what it chooses in fp64."""
+    return x.bfloat16().double()
+
+
+def layer_of_ranks(case, dtype, policy, D=8, hidden=12, E=8):
+    """(serial, parallel) {name: tensor} of this rank's output, gradients of its tokens, of its experts, and of the
+    router summed over ranks; and the parallel layer."""
+    n, me = dist.get_world_size(), dist.get_rank()
+    bias, K, tokens = CASES[case]
+    torch.manual_seed(0)
+    counts = [tokens(r, n) for r in range(n)]
+    x, dy = (as_in_bf16(torch.randn(sum(counts), D)) for _ in range(2))
+    weights = [as_in_bf16(torch.randn(*shape)) for shape in ((E, D), (E * hidden, D), (E * D, hidden))]
+    mine = slice(sum(counts[:me]), sum(counts[: me + 1]))
+    found = []
+    for cut in (False, True):
+        moe = MoE(D, hidden, E, K).to(here(), dtype)
+        for p, value in zip((moe.router, moe.up.weight, moe.down.weight), weights, strict=True):
+            p.data.copy_(value)
+        for e, value in bias.items():
+            moe.bias[e] = value
+        if cut:
+            expert_parallel(moe, mesh(dp=n).dp, policy)
+        part = mine if cut else slice(None)
+        inputs = x[part].to(here(), dtype).requires_grad_()
+        y = moe(inputs)
+        y.backward(dy[part].to(here(), dtype))
+        up, down = moe.up.weight.grad, moe.down.weight.grad
+        if cut:
+            router = parallel.all_reduce(moe.router.grad, mesh(dp=n).dp)
+            found.append(dict(y=y.detach(), dx=inputs.grad, up=up, down=down, router=router))
+        else:
+            found.append(dict(y=y[mine].detach(), dx=inputs.grad[mine], up=up.chunk(n)[me], down=down.chunk(n)[me],
+                              router=moe.router.grad))
+    return *found, moe
+
+
+@on_ranks
+def check_expert_parallel():
+    """Plain and least-loaded expert parallelism equal the serial layer for each of CASES: y, dX, dW to 1e-12 in fp64,
+    by the three-way rule in fp32 and bf16 (kernels, on a GPU). Least-loaded moves work exactly where it should."""
+    worst = 0.0
+    for policy, case in itertools.product(("ep", LLEP), CASES):
+        name = f"{'EP' if policy == 'ep' else 'LLEP'}, {case}"
+        sent.clear()
+        serial, mine, moe = layer_of_ranks(case, torch.float64, policy)
+        worst = max(worst, parallel.compare(name, nonempty(mine), nonempty(serial)))
+        if policy == "ep" or case in ("a hot expert", "all tokens to one expert"):
+            require(lends(moe) == (policy != "ep"), f"{name}: weights are lent: {lends(moe)}")
+        if case == "a hot expert":
+            for dtype in (torch.float32, torch.bfloat16):
+                peer, got, _ = layer_of_ranks(case, dtype, policy)
+                parallel.as_good(name, dtype, got, peer, serial)
+    parallel.must_raise("over", lambda: expert_parallel(MoE(8, 8, 2 * dist.get_world_size() + 1), mesh(
+        dp=dist.get_world_size()).dp))
+    parallel.must_raise("policy is", lambda: expert_parallel(moe, None, "best"))
+    return worst
+
+
+def lends(moe):
+    """Whether the layer's last plan had a rank compute an expert of another."""
+    plan = moe.exchange.plan
+    return bool((plan > at_home(plan.sum(0), len(plan))).any())
+
+
+def nonempty(tensors):
+    return {name: t for name, t in tensors.items() if t.numel()}
+
+
+def lone_rank():
+    """A rank without tokens beside others, forward and backward."""
+    _, mine, _ = layer_of_ranks("a rank without tokens", torch.float64, "ep")
+    return True
+
+
+def check_empty_rank():
+    """A rank without tokens takes part in every exchange: else the others wait for it."""
+    try:
+        in_ranks("lone_rank", 2, device="cpu", timeout=5, stage=globals())
+    except OSError as error:
+        raise AssertionError(f"a rank waits for one without tokens: {error}") from None
+
+
+@on_ranks
+def check_balance():
+    """The mean over ranks of the gradients of the global-batch loss is the serial loss's gradient; that of Switch's
+    loss of each rank's tokens is another. Two micro-batches: the second sees all counts. Biases: alike everywhere."""
+    n, me, E, D, N = dist.get_world_size(), dist.get_rank(), 6, 8, 20
+    torch.manual_seed(1)
+    x = torch.randn(n, N, D, dtype=torch.float64) + torch.randn(n, 1, D, dtype=torch.float64)  # ranks' texts differ
+    moe = MoE(D, 8, E, 2).double()
+    moe.router.data.normal_()
+
+    def gradient(loss):
+        return torch.autograd.grad(loss, moe.router)[0]
+
+    routing = lambda part: route(part @ moe.router.T, 2)  # noqa: E731
+    want = gradient(balance_loss(routing(x.flatten(0, 1))))
+    results = {}
+    for kind in ("global", "micro"):
+        balance = Balance(moe, kind, mesh(dp=n).dp, coefficient=1.0, z=0.0)
+        moe(x[me])
+        results[kind] = parallel.all_reduce(gradient(balance.loss()).to(here()), mesh(dp=n).dp).cpu() / n
+    worst = parallel.compare("balance", dict(router=results["global"]), dict(router=want))
+    apart = (results["micro"] - want).norm() / want.norm()
+    require(apart > 0.05, f"Switch's loss of each rank differs by {apart:.2f} only: this proves nothing")
+    balance = Balance(moe, "global", mesh(dp=n).dp, coefficient=1.0, z=0.0)
+    halves = x[me].chunk(2)
+    for i, half in enumerate(halves):
+        moe(half)
+        seen = x[:, : N // 2 * (i + 1)].flatten(0, 1)
+        expected = balance_loss(routing(half), counts_of(routing(seen).experts, E))
+        torch.testing.assert_close(balance.loss(), expected)
+    torch.testing.assert_close(balance.step(), max_violation(counts_of(routing(x.flatten(0, 1)).experts, E)[None]))
+    balance = Balance(moe, "bias", mesh(dp=n).dp, rate=0.5)
+    moe(x[me])
+    balance.loss()
+    balance.step()
+    loads = counts_of(routing(x.flatten(0, 1)).experts, E).double()
+    torch.testing.assert_close(moe.bias, 0.5 * (loads.mean() - loads).sign())
+    return worst
+
+
+def hot_loads(E, share, hot, total=10**6):
+    """(E,) rows when `hot` experts, the first ones, get `share` of all, evenly, and the others the rest."""
+    loads = np.full(E, round((1 - share) * total / (E - hot)))
+    loads[:hot] = round(share * total / hot)
+    return loads
+
+
+# 128 experts on 8 GPUs, one of them hot: its share of the tokens, and the paper's measured speed-up of the layer.
+PUBLISHED = {0.3: 2.41, 0.5: 3.48, 0.8: 5.26, 0.95: 6.11}
+
+
+def load_ratio(loads, n, **options):
+    """Largest load of a rank by plain expert parallelism over that by least_loaded."""
+    return at_home(loads, n).sum(1).max() / least_loaded(loads, n, **options).sum(1).max()
+
+
+def check_least_loaded(seeds=60):
+    """Over random loads: every row is computed once; never a larger load than plain EP's; nothing moves when balanced;
+    where chunks may be small, no load is above the limit, and no rank lends that was not. The table of who sends what
+    adds up, and sends no row away that its rank could compute. No published speed-up is above the ratio of loads."""
+    for seed in range(seeds):
+        generator = np.random.default_rng(seed)
+        n = int(generator.choice([2, 4, 8]))
+        E = n * int(generator.integers(1, 9))
+        chances = generator.dirichlet(np.full(E, 10 ** generator.uniform(-1.5, 1.5)))
+        counts = np.stack([generator.multinomial(generator.integers(0, 5000), chances) for _ in range(n)])
+        loads = counts.sum(0)
+        plain = at_home(loads, n)
+        for least in (1, 64, 1024):
+            plan = least_loaded(loads, n, least=least)
+            top, mean = plan.sum(1).max(), loads.sum() / n
+            require((plan.sum(0) == loads).all() and (plan >= 0).all(), f"seed {seed}: rows are lost, or done twice")
+            require(top <= plain.sum(1).max(), f"seed {seed}: a load of {top}, plain EP's is {plain.sum(1).max()}")
+            acts = plain.sum(1).max() >= 1.3 * mean
+            require(acts or (plan == plain).all(), f"seed {seed}: weights move although loads are even")
+            if acts and least == 1:
+                lending = ((plain > plan).any(1) & (plain.sum(1) <= math.ceil(mean))).any()
+                require(top <= math.ceil(mean), f"seed {seed}: a load of {top}, the mean is {mean}")
+                require(not lending, f"seed {seed}: a rank lends that has not too much")
+            rows = table(counts, plan)
+            require((rows.sum(1) == counts).all() and (rows.sum(0) == plan).all() and (rows >= 0).all(),
+                    f"seed {seed}: the table does not add up")
+            diagonal = rows[np.arange(n), np.arange(n)]
+            require((diagonal == np.minimum(counts, plan)).all(), f"seed {seed}: rows travel that need not")
+    for share, published in PUBLISHED.items():
+        ratio = load_ratio(hot_loads(128, share, 1), 8)
+        require(published < ratio, f"{share:.0%} hot: ratio of loads {ratio:.2f}, published speed-up {published}")
+
+
+def train_forged(policy, forged, dtype=torch.float32, steps=3, stash=False, rung="auto"):
+    """{name: weights after some steps} of a layer (whole, on this rank's part of the experts), by SGD."""
+    n, me = dist.get_world_size(), dist.get_rank()
+    group, D, hidden, E = mesh(dp=n).dp, 8, 12, 8
+    torch.manual_seed(0)
+    moe = MoE(D, hidden, E, 2).to(here(), dtype)
+    for p in moe.parameters():
+        p.data.copy_(as_in_bf16(torch.randn(p.shape)))
+    moe.bias[0] = 0.15  # a hot expert
+    x, dy = (as_in_bf16(torch.randn(steps, n, 14, D)).to(here(), dtype) for _ in range(2))
+    moe.router.requires_grad_(False)  # of this rank's tokens alone
+    if forged:
+        origins = expert_parallel(moe, group, policy)
+        rule = forging.SGD(momentum=0.9)
+        handle = forging.forge(moe, rule, origins=origins, data_parallel=1, rung=rung)
+    else:
+        optimizer = torch.optim.SGD([moe.up.weight, moe.down.weight], 0.1, momentum=0.9)
+    lent = 0
+    for t in range(steps):
+        if forged:
+            handle.stash() if stash else handle.arm(0.1, t + 1)
+            inputs = x[t, me].clone().requires_grad_()
+            moe(inputs).backward(dy[t, me])
+            require(moe.up.weight.grad is None, "a gradient is left")
+            if stash:
+                handle.release(0.1, t + 1)
+            lent += lends(moe)
+        else:
+            moe(x[t].flatten(0, 1)).backward(dy[t].flatten(0, 1))
+            optimizer.step()
+            optimizer.zero_grad()
+    require(not forged or bool(lent) == (policy is LLEP), f"weights were lent in {lent} steps")
+    weights = dict(up=moe.up.weight.detach(), down=moe.down.weight.detach())
+    return weights if forged else {name: w.chunk(n)[me] for name, w in weights.items()}
+
+
+@on_ranks
+def check_forged_experts():
+    """FORGE on experts, plain and least-loaded: armed and by kept factors, three steps of SGD in fp32 as close to
+    fp64's as torch's on one process."""
+    exact, peer = (train_forged(None, False, dtype) for dtype in (torch.float64, torch.float32))
+    for policy, stash in itertools.product(("ep", LLEP), (False, True)):
+        got = train_forged(policy, True, stash=stash)
+        parallel.as_good(f"forged experts, {policy}, stash {stash}", torch.float32, got, peer, exact)
+
+
+def check_recompute():
+    """Recomputed layers: the same gradients, and every token counted once."""
+    found = []
+    for again in (False, True):
+        torch.manual_seed(0)
+        model = with_experts(parallel.tiny(1), hidden=16, experts=4, top_k=2).double()
+        tokens, targets = parallel.tiny_tokens(model)
+        if again:
+            parallel.recompute(model)
+        balance = Balance(model)
+        loss = parallel.serial_loss(model, tokens, targets) + balance.loss()
+        loss.backward()
+        left = [layer.routing for layer in balance.layers]
+        require(left == [None] * len(left), "tokens were counted again in backward")
+        found.append(parallel.gradients(model))
+    parallel.compare("recomputed", *reversed(found))
+
+
+@on_ranks
+def check_folding():
+    """Lists of ranks by hand; then a GPT whose attention is cut by tensor, sequence (and, from 4 ranks on, context)
+    parallelism while its experts are spread over all of these ranks: gradients equal the serial model's."""
+    groups = fold(tp=2, cp=2, dp=2, ep=4)
+    require(groups["tp"] == [[0, 1], [2, 3], [4, 5], [6, 7]] and groups["cp"][0] == [0, 2], f"attention: {groups}")
+    require(groups["ep"] == [[0, 1, 2, 3], [4, 5, 6, 7]] and groups["edp"][0] == [0, 4], f"experts: {groups}")
+    require(fold(tp=2, dp=2, ep=2, pp=2)["edp"] == [[0, 2], [1, 3], [4, 6], [5, 7]], "a stage's copies of experts")
+    parallel.must_raise("no multiple", lambda: fold(tp=2, dp=3, ep=4))
+    n = dist.get_world_size()
+    cp = 2 if n % 4 == 0 else 1
+    build = lambda: with_experts(parallel.tiny(n), hidden=16, experts=2 * n, top_k=2)  # noqa: E731
+    tokens, targets = parallel.tiny_tokens(parallel.tiny(n), 1)
+    want = build()
+    parallel.serial_loss(want, tokens, targets).backward()
+    model, attention = build(), mesh(tp=n // cp, cp=cp)
+    experts = folded_groups(tp=n // cp, cp=cp, ep=n)["ep"]
+    parallel.tensor_parallel(model, attention.tp, sequence=True)
+    if cp > 1:
+        parallel.context_parallel(model, attention.cp)
+    expert_parallel(model, experts)
+    part = functools.partial(parallel.split_sequence, group=attention.cp)
+    loss = parallel.vocab_parallel_cross_entropy(
+        model(part(tokens)), model.classifier, part(targets), attention.tp, model.config.vocab, sequence=True,
+        reduction="sum")
+    (loss / parallel.global_count(part(targets) != -100, attention.cp)).backward()
+    found = {}
+    for name, p in model.named_parameters():
+        expert = ".moe.up." in name or ".moe.down." in name
+        group = None if expert else experts if "router" in name else attention.cp
+        gradient = parallel.all_reduce(p.grad, group)
+        pieces = [gradient]
+        if hasattr(p, "cut"):
+            over = experts if expert else attention.tp
+            pieces = [None] * size(over)
+            dist.all_gather_object(pieces, gradient.cpu(), group=over)
+        found[name] = torch.cat(pieces, getattr(p, "cut", 0)).to(here())
+    return parallel.compare("folded", found, parallel.gradients(want))
+
+
+def _biased_weights(logits, top_k, gate="softmax", bias=None, route=route):
+    """The bias that balances also scales the outputs."""
+    routing = route(logits, top_k, gate, bias)
+    return routing if bias is None else routing._replace(weights=routing.weights + bias[routing.experts])
+
+
+def _always_normalised(logits, top_k, gate="softmax", bias=None, route=route):
+    """With one expert a token the weight is 1, and the router learns nothing."""
+    routing = route(logits, top_k, gate, bias)
+    return routing._replace(weights=routing.weights / routing.weights.sum(1, keepdim=True))
+
+
+class _KeptGradients(Loans):
+    def give_back(self, dY, X, dtype):
+        """A borrower sends zeros."""
+        return super().give_back(torch.zeros_like(dY), X, dtype)
+
+
+class _LeavesEarly(ExpertParallel):
+    def __call__(self, rows, begin, moe):
+        """No tokens, nothing to do."""
+        return super().__call__(rows, begin, moe) if len(rows) else rows
+
+
+def _before_the_others(state, dY, X, work, parts, dtype, update=expert_update):
+    """The step is taken before the borrowers' gradients are there."""
+    return update(state, dY, X, Work(work.own, work.count), parts[:0], dtype)
+
+
+def _in_order(counts, plan, table=table):
+    """Rows are dealt out by rank, wherever they are."""
+    return np.stack([table(np.roll(counts, 1, 0), plan)[(r + 1) % len(plan)] for r in range(len(plan))])
+
+
+def _of_attention(fold=fold, **sizes):
+    """Experts are spread over the tensor-parallel ranks only."""
+    groups = fold(**sizes)
+    return groups | {"ep": groups["tp"], "edp": groups["cp"]}
+
+
+# name: (the check that must catch it, what is replaced, the bug)
+BREAKS = {
+    "biased-weights": (check_routing, "route", _biased_weights),
+    "always-normalised": (check_routing, "route", _always_normalised),
+    "unweighted": (check_layer, "gather_rows", lambda source, index, weights=None, gather=gather_rows:
+                   gather(source, index)),
+    "ignore-pending": (check_least_loaded, "filled_so_far", lambda plan, pending: plan.sum(1)),
+    "in-order": (check_least_loaded, "table", _in_order),
+    "counted-twice": (check_recompute, "recording", torch.is_grad_enabled),
+    "leaves-early": (check_empty_rank, "ExpertParallel", _LeavesEarly),
+    "local-f": (check_balance, "global_counts", lambda counts, group: counts),
+    "kept-gradients": (check_expert_parallel, "Loans", _KeptGradients),
+    "early-step": (check_forged_experts, "expert_update", _before_the_others),
+    "unfolded": (check_folding, "fold", _of_attention),
+}
+CHECKS = [check_expert_parallel, check_balance, check_forged_experts, check_folding]  # on ranks
+BY_ONE = [check_routing, check_layer, check_least_loaded, check_recompute, check_empty_rank]
+
+
+# ==== 10. Measurements ================================================================================================
+
+
+def routing_of(experts, E):
+    """A Routing to these experts (N, K), all of equal weight."""
+    weights = torch.full(experts.shape, 1 / experts.shape[1], device=experts.device)
+    return Routing(None, experts.new_zeros(len(experts), E, dtype=torch.float32), experts, weights)
+
+
+def even_choice(N, K, E):
+    """(N, K): every expert equally often."""
+    return torch.arange(N * K, device=here()).view(N, K) % E
+
+
+def hot_choice(N, K, E, share, hot, seed):
+    """(N, K) random, `share` of it among the first `hot` experts, evenly; the rest among all others."""
+    generator = torch.Generator(here()).manual_seed(seed)
+    random = lambda low, high: torch.randint(low, high, (N, K), generator=generator, device=here())  # noqa: E731
+    is_hot = torch.rand(N, K, generator=generator, device=here()) < share
+    return torch.where(is_hot, random(0, hot), random(hot, E))
+
+
+def measure_bytes(N=64, K=2, D=32, F_=48, d=8):
+    """What a rank sends in a step: rows forward and back, and their gradients; less of them through a bottleneck; lent
+    matrices and their gradients."""
+    n, rows = dist.get_world_size(), []
+    group, E = mesh(dp=n).dp, 4 * n
+    size_ = 4
+    even, one = even_choice(N, K, E), torch.zeros(N, 1, dtype=torch.int64, device=here())
+    lent, loans, tokens = n - 1, ["weights", "gradients"], ["all-to-all"]  # expert 0 goes to all others
+    cases = [
+        ("EP: rows sent", "4 N K D b (n-1)/n", "ep", {}, even, 2 * exchange_bytes(N, K, D, n, size_), tokens),
+        (f"  at BigMac's width D / {D // d}", "d / D of that", "ep", dict(bottleneck=d), even,
+         2 * exchange_bytes(N, K, d, n, size_), tokens),
+        ("EP, all to one: rows sent", "4 N D b of n - 1 ranks", "ep", {}, one, 4 * lent * N * D * size_, tokens),
+        ("LLEP, all to one: rows sent", "none: they stay", LLEP, {}, one, 0, tokens),
+        ("  matrices and gradients", "4 D F b a loan", LLEP, {}, one, 4 * D * F_ * size_ * lent, loans)]
+    for claim, formula, policy, options, experts, predicted, kinds in cases:
+        torch.manual_seed(0)
+        moe = MoE(D, F_, E, experts.shape[1], **options).to(here())
+        expert_parallel(moe, group, policy)
+        x = torch.randn(N, D, device=here(), requires_grad=True)
+        sent.clear()
+        moe.mix(x, routing_of(experts, E)).sum().backward()
+        mine = torch.tensor(sum(sent[kind] for kind in kinds), device=here())
+        total = parallel.all_reduce(mine, group).item()
+        whole = total if "to one" in claim or "gradients" in claim else total // n
+        rows.append(Row(claim, formula, predicted / 1024 or None, whole / 1024, "KiB", (1, 1)))
+    return rows
+
+
+def measure_policies(D=4096, F_=4096, E=32, N=16384, K=2):
+    """Forward and backward of a layer of E experts, N tokens a rank: plain and least-loaded expert parallelism, and
+    what the loads promise."""
+    n, rows = dist.get_world_size(), []
+    group, options = mesh(dp=n).dp, dict(device=here(), dtype=torch.bfloat16)
+    torch.manual_seed(dist.get_rank())
+    x, dy = torch.randn(N, D, **options, requires_grad=True), torch.randn(N, D, **options)
+    moe = MoE(D, F_, E, K).to(here(), torch.bfloat16)
+    expert_parallel(moe, group)
+    notes = [f"{E} experts of {D} x {F_}, {N} tokens a rank, top {K}, bf16, hot ones on rank 0; forward and backward",
+             "of choices, on experts   ratio of loads   EP ms   LLEP ms   speed-up   of the ratio   peak memory"]
+    for share, hot in [(None, 0), *itertools.product((0.3, 0.5, 0.8, 0.95), (1, 4, 8))]:
+        experts = even_choice(N, K, E) if share is None else hot_choice(N, K, E, share, hot, dist.get_rank())
+        routing = routing_of(experts, E)
+        counts = parallel.all_reduce(counts_of(experts, E), group).cpu().numpy()
+        ratio = at_home(counts, n).sum(1).max() / (counts.sum() / n)
+        times, peaks = [], []
+        for policy in POLICIES.values():
+            moe.exchange.policy = policy
+
+            def step(routing=routing):
+                moe.zero_grad()
+                x.grad = None
+                moe.mix(x, routing).backward(dy)
+
+            median = base.bench(step, here(), warmup=2, runs=7).median
+            times.append(parallel.all_reduce(torch.tensor(median, device=here()), group, dist.ReduceOp.MAX).item())
+            moe.zero_grad()
+            x.grad = None
+            peak = torch.tensor(float(base.peak_bytes(step, here())), device=here())
+            peaks.append(parallel.all_reduce(peak, group, dist.ReduceOp.MAX).item())
+        gain, label = times[0] / times[1], "even" if share is None else f"{share:.0%} on {hot}"
+        notes.append(f"{label:>23}{ratio:17.2f}{times[0]:8.2f}{times[1]:10.2f}{gain:11.2f}{gain / ratio:15.0%}"
+                     f"{peaks[1] / peaks[0]:14.2f}")
+        if share is None:
+            rows.append(Row("LLEP, even: speed", "plain EP", 1.0, gain, "", (0.97, 1.1)))
+        elif share >= 0.8:
+            rows.append(Row(f"LLEP, {label}: speed-up", "ratio of loads", ratio, gain, "", (0.85, 1.3)))
+    return rows, notes
+
+
+def everything():
+    """All checks and measurements of the ranks: (where they ran, fp64 errors, rows, notes)."""
+    parallel.meet("the first check", parallel.TIMEOUT)
+    errors = {check.__name__[6:].replace("_", " "): check() for check in CHECKS}
+    rows, notes = measure_bytes(), []
+    if here().type == "cuda":
+        more, notes = measure_policies()
+        rows += more
+    return "GPUs, NCCL" if here().type == "cuda" else "the CPU, gloo", errors, rows, notes
+
+
+def measure_products(ledger, R=32768):
+    """TFLOP/s of the products over all experts: one launch, the loop, torch's grouped_mm, and one dense product of as
+    many FLOPs; on the way forward, for dX and for dW."""
+    device, cells = torch.device("cuda"), []
+    print(f"\nTFLOP/s of {R} rows over E experts, D = F, bf16: X W^T, dY W, dY^T X;  share: of the dense product's")
+    print(f"{'D':>5}{'E':>5}  {'rows':<8}{'dense':>15}{'loop':>15}{'grouped_mm':>15}{'one launch':>15}{'chosen':>15}"
+          f"{'share':>19}")
+    for D in (2048, 4096):
+        torch.manual_seed(0)
+        x, dy = (torch.randn(R, D, device=device, dtype=torch.bfloat16) for _ in range(2))
+        for E, kind in itertools.product((8, 32, 64, 128), ("even", "random", "80 % hot")):
+            W = torch.randn(E * D, D, device=device, dtype=torch.bfloat16) * 0.02
+            chances = torch.full((E,), 1 / E)
+            if kind == "80 % hot":
+                chances = torch.tensor([0.8] + [0.2 / (E - 1)] * (E - 1))
+            counts = torch.full((E,), R // E) if kind == "even" else torch.bincount(
+                torch.multinomial(chances, R, True, generator=torch.Generator().manual_seed(0)), minlength=E)
+            begin = F.pad(counts.cumsum(0), (1, 0)).to(device)
+            ends, cube = begin[1:].int(), W.view(E, D, D)
+            rows = Rows(begin)
+            on = functools.partial
+            ways = {
+                "dense": (on(torch.mm, x, W[:D].T), on(torch.mm, dy, W[:D]), on(torch.mm, dy.T, x)),
+                **{name: (on(experts_product, x, W, rows, backend=backend),
+                          on(experts_product, dy, W, rows, True, backend=backend),
+                          on(experts_gradient, dy, x, rows, backend=backend))
+                   for name, backend in (("loop", "torch"), ("one launch", "triton"), ("chosen", "auto"))},
+            }
+            if hasattr(F, "grouped_mm"):
+                ways["grouped_mm"] = (on(F.grouped_mm, x, cube.transpose(1, 2), offs=ends),
+                                      on(F.grouped_mm, dy, cube, offs=ends), on(F.grouped_mm, dy.T, x, offs=ends))
+            rates = {name: [2 * R * D * D / 1e9 / base.bench(way, device, runs=7).median for way in three]
+                     for name, three in ways.items()}
+            share = [mine / dense for mine, dense in zip(rates["chosen"], rates["dense"], strict=True)]
+            print(f"{D:>5}{E:>5}  {kind:<8}" + "".join(
+                f"{' '.join(f'{rate:.0f}' for rate in rates.get(name, ())):>15}"
+                for name in ("dense", "loop", "grouped_mm", "one launch", "chosen"))
+                + f"{' '.join(f'{part:.0%}' for part in share):>19}")
+            cells.append((kind, share, [a / b for a, b in zip(rates["chosen"], rates["loop"], strict=True)]))
+    print()
+    even = [share for kind, share, _ in cells if kind == "even"]
+    for i, name in enumerate(("X W^T", "dY W")):
+        ledger.row(f"even, worst of {name}", "dense product", 1.0, min(share[i] for share in even), "", (0.75, 1.2))
+    ledger.row("even, worst of dY^T X", "dense product", 1.0, min(share[2] for share in even), "", None)
+    ledger.row("worst against the loop", "loop", 1.0, min(min(ratio) for _, _, ratio in cells), "", (0.95, math.inf))
+
+
+def study(jobs):
+    """{job: Found}, the jobs (label, kind, seed, steps, options) dealt out to the ranks."""
+    mine = {job[:3]: train_on_domains(*job[1:4], **job[4]) for job in jobs[dist.get_rank() :: dist.get_world_size()]}
+    parts = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, mine)
+    return {job: found for part in parts for job, found in part.items()}
+
+
+FINE, SMALL = dict(hidden=64, experts=8), dict(bottleneck=16, hidden=240, experts=8)  # of as many parameters
+
+
+def print_study(seeds, steps, all_kinds):
+    """Loss and specialisation by kind of balance, and BigMac's layer beside one of as many parameters."""
+    labels = {"no balance": ("none", FINE), "micro-batch": ("micro", FINE), "global batch": ("global", FINE),
+              "bias": ("bias", FINE), "  BigMac, global batch": ("global", SMALL)}
+    chosen = labels if all_kinds else {name: labels[name] for name in ("micro-batch", "global batch")}
+    jobs = [(name, kind, seed, steps, options) for name, (kind, options) in chosen.items() for seed in seeds]
+    domain_texts()
+    found = in_ranks("study", min(len(jobs), os.cpu_count() or 1), jobs, device="cpu", timeout=3600, stage=globals())
+    print(f"\nstudy: 8 experts, top 2, 2 layers, {steps} steps, seeds {', '.join(map(str, seeds))}; text: "
+          f"{', '.join(DOMAINS)}; a micro-batch has one of them")
+    print(f"{'balance':<24}{'nats a byte':>20}{'bits of domain':>20}{'MaxVio':>10}{'parameters':>12}")
+    for name in chosen:
+        runs = [run for (label, *_), run in found.items() if label == name]
+        cell = lambda values: f"{statistics.mean(values):.3f} +- {statistics.pstdev(values):.3f}"  # noqa: E731
+        print(f"{name:<24}{cell([r.loss for r in runs]):>20}{cell([r.bits for r in runs]):>20}"
+              f"{statistics.mean(r.violation for r in runs):>10.2f}{runs[0].parameters:>12,}")
+    return found
+
+
+def body(device, ledger, args):
+    ranks = args.ranks
+    if ranks < 2:
+        raise ValueError(f"--ranks {ranks}: nothing is parallel there: use 2 or more")
+    where, errors, rows, notes = in_ranks("everything", ranks, stage=globals())
+    for check in BY_ONE:
+        check()
+    check_products(device)
+    names = [check.__name__[6:].replace("_", " ") for check in (*BY_ONE, check_products)]
+    print(f"{ranks} processes on {where}; checks passed: {', '.join([*errors, *names])}\n")
+    for name, error in errors.items():
+        if error is not None:
+            ledger.row(f"{name}: error", "fp64, against serial", 1e-12, error, "", (0, 1))
+    for row in rows:
+        ledger.row(*row)
+    for line in notes:
+        print(line)
+    print("\n128 experts on 8 GPUs, one expert hot    ratio of EP's largest load to LLEP's   speed-up, published")
+    for share, published in PUBLISHED.items():
+        ratio = load_ratio(hot_loads(128, share, 1), 8)
+        print(f"  {share:.0%} of the choices{ratio:>40.2f}{published:>27.2f} ({published / ratio:.0%})")
+    print_study((0, 1, 2) if args.study else (0,), 300 if args.study else 80, args.study)
+    if device.type == "cuda":
+        measure_products(ledger)
+    else:
+        ledger.row("even, worst of X W^T", "dense product", 1.0, None, "")
+
+
+def add_arguments(parser):
+    parser.add_argument("--ranks", type=int, default=2, help="processes (2)")
+    parser.add_argument("--study", action="store_true", help="all kinds of balance, three seeds: minutes")
+
+
+if __name__ == "__main__":
+    sys.exit(base.run_stage(__file__, __doc__, globals(), body, "python train.py", add_arguments))
+
+
+# Exercises
+#   1. Let the product kernel gather its rows itself (an index instead of a range): what does it save, and cost?
+#   2. Give least_loaded a price for lending: FLOPs saved against bytes sent (4 D F). When is 1024 rows wrong?
+#   3. Cut each expert, too (expert tensor parallelism): which collectives join the exchange, and what does fold() say?
