@@ -1533,16 +1533,20 @@ def two_layouts(lengths, n, rates, finest=0.5):
 
 
 class _Exchange(torch.autograd.Function):
-    """Rows to the ranks, give[r] of them to rank r, take[r] of them from it; backward sends the gradients back."""
+    """Rows to the ranks, give[r] of them to rank r, take[r] of them from it; backward sends the gradients back. Those
+    that stay here, if any, are the last of x and of the result: a copy, not a message."""
 
     @staticmethod
     def forward(ctx, x, give, take, group):
         ctx.give, ctx.take, ctx.group = give, take, group
         if group is None:
             return x.view_as(x)
-        out = x.new_empty(sum(take), x.shape[1])
-        dist.all_to_all_single(out, x.contiguous(), take, give, group=group)
-        sent["all-to-all"] += (sum(give) - give[rank_in(group)]) * x.shape[1] * x.itemsize
+        me, out = rank_in(group), x.new_empty(sum(take), x.shape[1])
+        away, arriving = len(x) - give[me], len(out) - take[me]
+        give, take = ([0 if r == me else count_ for r, count_ in enumerate(counts)] for counts in (give, take))
+        dist.all_to_all_single(out[:arriving], x[:away].contiguous(), take, give, group=group)
+        out[arriving:] = x[away:]
+        sent["all-to-all"] += away * x.shape[1] * x.itemsize
         return out
 
     @staticmethod
