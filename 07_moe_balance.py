@@ -446,7 +446,8 @@ def gather_rows(source, index, weights=None, backend="auto"):
 
 def found(source, index):
     """source[index], zeros for an index of -1."""
-    return (F.pad(source, (0, 0, 0, 1)) if (index < 0).any() else source)[index]
+    source = F.pad(source, (0, 0, 0, 1)) if (index < 0).any() else source
+    return source.index_select(0, index.flatten() % len(source)).view(*index.shape, -1)
 
 
 def dot_rows(source, index, dy, backend="auto"):
@@ -752,6 +753,15 @@ class GPTConfig(base.GPTConfig):
     def flops_per_token(self):
         """Of the experts that a token meets."""
         return super().flops_per_token() + 6 * self.layers * self.layer_change(self.top_k)
+
+
+def activation_change(config, tokens, autocast):
+    """Bytes that the layers keep for backward, less those of dense ones (01's activation_bytes): instead of 8 D numbers
+    a token, rows (before and after) and hidden rows of the experts that it meets; in fp32 scores, and what a softmax
+    keeps of them; four 64-bit numbers a choice. Autocast's 16-bit copies of experts are made twice instead."""
+    D, K, E, width = config.dim, config.top_k, config.experts, 2 if autocast else 4
+    token = width * (K * (2 * D + config.width()) - 8 * D) + 4 * 3 * E + 8 * 4 * K
+    return config.layers * (tokens * token - (2 * 8 * D**2 if autocast else 0))
 
 
 def with_experts(model, **options):

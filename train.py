@@ -25,6 +25,9 @@ What it shows
     or to fewer. Validation, sample and checkpointed model are the weights that the workers agree on; a step's loss is
     one worker's. On CPUs (gloo), with --gpus, a worker may be killed: the others go on. ddp: gradients are summed each
     step, by adamw.
+    --moe E (07): E experts in place of each MLP, each token through its best --top-k, of a width at which it meets as
+    many weights as in the dense model. --balance keeps their loads alike. With --sync ddp the experts are spread over
+    the processes (--ep-policy); other processes have all of them.
 
 What stays the same whatever the number of processes
     --batch counts the sequences of one step over ALL processes and micro-batches. Sequence i of step s is number
@@ -57,6 +60,7 @@ import sys
 import time
 import zlib
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -66,7 +70,9 @@ base = importlib.import_module("01_logits_memory")
 cce = importlib.import_module("02_cce_kernel")
 filtering = importlib.import_module("03_grad_filter_sort")
 forging = importlib.import_module("04_fused_optimizer")
+parallel = importlib.import_module("05_parallelism")
 low_comm = importlib.import_module("06_low_comm_sync")
+mixture = importlib.import_module("07_moe_balance")
 MIB = base.MIB
 
 # batch None: the largest power of two, up to 64 sequences a process, whose predicted memory fits what is free.
@@ -77,7 +83,8 @@ PRESETS = {
 }
 MODEL_FLAGS = ("preset", "layers", "dim", "heads", "seq", "vocab", "tokens")  # fixed by a checkpoint,
 # as are these; what they were before they were flags
-STATE_FLAGS = {"optimizer": "adamw", "states": "fp32", "sync": "ddp", "inner_steps": None, "outer": None}
+STATE_FLAGS = {"optimizer": "adamw", "states": "fp32", "sync": "ddp", "inner_steps": None, "outer": None, "moe": 0,
+               "top_k": None, "balance": None}
 # The outer step's rate and momentum in runs of fewer rounds than this; from there on the method's own. DiLoCo's 0.7 and
 # 0.9 add up to seven times what workers did, ten rounds late: more than a short run can make good. Streaming keeps half
 # of a worker's own way with each fragment, and bears more (see README).
@@ -267,12 +274,13 @@ def decode(ids, tokens):
 class World:
     """This process's place among all of them. One process is a world of its own, without torch.distributed.
 
-    sync: 06's Sync of workers that train apart, who may get fewer; else None."""
+    sync: 06's Sync of workers that train apart, who may get fewer; else None. experts: the group over which experts are
+    spread, else None. balance: 07's Balance, else None."""
 
     def __init__(self, device):
         joined = dist.is_available() and dist.is_initialized()
         self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if joined else (0, 1)
-        self.device, self.sync = device, None
+        self.device, self.sync, self.experts, self.balance = device, None, None, None
 
     @property
     def members(self):
@@ -310,6 +318,12 @@ class World:
             self.totals(0)
         elif self.size > 1:
             dist.barrier()
+
+
+def make_config(args):
+    """The shape of the model."""
+    shape = args.vocab, args.seq, args.layers, args.heads, args.dim
+    return mixture.GPTConfig(*shape, args.moe, args.top_k) if args.moe else base.GPTConfig(*shape)
 
 
 LOSSES = {
@@ -395,11 +409,13 @@ def accumulate_gradients(model, data, step, world, args, device, stats, alive):
     alive["before"], total = allocated(device), torch.zeros((), device=device)
     tokens = args.batch * args.seq // (1 if args.sync == "ddp" else world.size)
     for micro in range(args.accum):
-        loss = loss_sum(model, *micro_batch(data, step, micro, world, args, device), args, stats)
-        alive["forward"] = allocated(device) if micro == 0 else alive["forward"]
-        loss = loss / tokens
-        loss.backward()
+        x, y = micro_batch(data, step, micro, world, args, device)
+        loss = loss_sum(model, x, y, args, stats) / tokens
         total += loss.detach()
+        if world.balance:  # a mean over x, of which the step's mean gets its share
+            loss = loss + world.balance.loss() * (x.numel() / tokens)
+        alive["forward"] = allocated(device) if micro == 0 else alive["forward"]
+        loss.backward()
         del loss
     alive["backward"] = allocated(device)
     if args.sync == "ddp":
@@ -408,8 +424,14 @@ def accumulate_gradients(model, data, step, world, args, device, stats, alive):
 
 
 def all_reduce_gradients(model, world):
-    """Data parallelism: every process gets the sum of all gradients, hence makes the same update."""
-    world.sum(*(p.grad for p in model.parameters()))
+    """Data parallelism: every process gets the sum of all gradients, hence makes the same update. Those of experts that
+    are spread over the processes are sums already."""
+    world.sum(*(p.grad for p in model.parameters() if not spread(p)))
+
+
+def spread(p):
+    """Whether this process has a part of the parameter only: of its first dimension, an equal one."""
+    return hasattr(p, "cut")
 
 
 RULE = forging.AdamW(BETAS, 1e-8, WEIGHT_DECAY)
@@ -420,8 +442,8 @@ class Optimizer:
     inside the backward pass that follows begin(), with forge-cce also embedding's and classifier's; the others' is
     torch's, in finish(). With --clip or --accum 04's steps, too, wait for finish()."""
 
-    def __init__(self, model, args):
-        self.forged = model.head = None
+    def __init__(self, model, args, world):
+        self.forged, self.group, model.head = None, world.experts, None
         if args.optimizer != "adamw":
             whole = dict(embeddings=True, classifier="classifier") if args.optimizer == "forge-cce" else {}
             summed = None if args.sync == "ddp" else 1  # processes whose gradients would have to be: 04 looks, or none
@@ -450,7 +472,7 @@ class Optimizer:
         if self.waits and (self.clip or not taken):
             norm = torch.tensor(self.forged.clipped_norm if self.clip else math.nan)
         else:
-            norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.clip or math.inf)
+            norm = self.clip_gradients()
             if self.forged:
                 norm = torch.cat((self.forged.telemetry().gradient_norm, norm.double().view(1))).norm()
         if taken:
@@ -458,16 +480,44 @@ class Optimizer:
         self.ordinary.zero_grad(set_to_none=True)
         return norm
 
+    def clip_gradients(self):
+        """Clip all ordinary gradients by their norm over all processes, which is returned."""
+        own = [p.grad for p in self.parameters if spread(p)]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters if not spread(p)])
+        if own:  # each expert once
+            squares = torch.nn.utils.get_total_norm(own) ** 2
+            dist.all_reduce(squares, group=self.group)
+            norm = (norm**2 + squares).sqrt()
+        torch.nn.utils.clip_grads_with_norm_(self.parameters, self.clip or math.inf, norm)
+        return norm
+
+    def states(self, state, change):
+        """torch's state {number of a parameter: tensors}, with change(tensor, parameter) made of each matrix."""
+        parameters = [p for group in self.ordinary.param_groups for p in group["params"]]
+        return {i: {k: change(v, parameters[i]) if v.dim() else v for k, v in tensors.items()}
+                for i, tensors in state.items()}
+
     def state_dict(self):
-        return dict(ordinary=self.ordinary.state_dict()["state"], forged=self.forged and self.forged.state_dict())
+        """The same whatever the number of processes: experts that are spread are collected; all processes call it."""
+        ordinary = self.states(self.ordinary.state_dict()["state"], lambda v, p: collected(v, p, self.group))
+        return dict(ordinary=ordinary, forged=self.forged and self.forged.state_dict())
 
     def load_state_dict(self, saved):
         """The state of torch's AdamW follows the order of its parameters."""
         saved = saved if "ordinary" in saved else dict(ordinary=saved)  # before there was a choice
-        groups = self.ordinary.state_dict()["param_groups"]
-        self.ordinary.load_state_dict(dict(state=saved["ordinary"], param_groups=groups))
+        groups, part = self.ordinary.state_dict()["param_groups"], lambda v, p: own_part(v, p, self.group)
+        self.ordinary.load_state_dict(dict(state=self.states(saved["ordinary"], part), param_groups=groups))
         if self.forged:
             self.forged.load_state_dict(saved["forged"])
+
+
+def collected(tensor, p, group):
+    """All of a tensor like p, of which each process has a part."""
+    return parallel.gather(tensor.detach(), group, 0) if spread(p) else tensor
+
+
+def own_part(tensor, p, group):
+    return tensor.chunk(parallel.size(group))[parallel.rank_in(group)] if spread(p) else tensor
 
 
 def sync_method(args):
@@ -500,6 +550,8 @@ def learning_rate(step, args):
 def validate(model, data, world, args, device):
     """Mean loss over a fixed set: the first windows of the validation part, up to 65,536 tokens (1 Mi on a GPU)."""
     count = min(len(data.val), max(1, (1 << 20 if device.type == "cuda" else 1 << 16) // args.seq))
+    if world.experts:  # all processes have to come to each exchange
+        count = max(1, count // world.size) * world.size
     size = max(1, args.batch // (world.size * args.accum))
     mine = range(count)[world.members.index(world.rank) :: len(world.members)]
     total = torch.zeros((), dtype=torch.float64, device=device)
@@ -520,7 +572,7 @@ def generate(model, prompt, args, device):
         with torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bf16"):
             E = model(x)[0, -1]  # (D,)
             logits = (E @ model.classifier.T.to(E.dtype)).float().cpu()  # (V,)
-        best, index = (logits / max(args.temperature, 1e-6)).topk(min(args.top_k, len(logits)))
+        best, index = (logits / max(args.temperature, 1e-6)).topk(min(args.sample_top, len(logits)))
         ids.append(index[torch.multinomial(best.softmax(0), 1, generator=generator)].item())
     return ids
 
@@ -528,17 +580,35 @@ def generate(model, prompt, args, device):
 # ==== 3. Memory, before it is used ====================================================================================
 
 
+class Shape(NamedTuple):
+    """Matrices (M, K) of a layer: how many there are, and how many of them a token meets."""
+
+    M: int
+    K: int
+    count: int = 1
+    met: int = 1
+
+
 def layer_shapes(config):
-    """(M, K) of the linear layers."""
+    """Shapes of the matrices of all layers that a forged step can be taken of."""
     D = config.dim
-    return [(3 * D, D), (D, D), (4 * D, D), (D, 4 * D)] * config.layers
+    mlp = [Shape(4 * D, D), Shape(D, 4 * D)]
+    if isinstance(config, mixture.GPTConfig):
+        F, sizes = config.width(), (config.experts, config.top_k)
+        mlp = [Shape(F, D, *sizes), Shape(D, F, *sizes)]
+    return [Shape(3 * D, D), Shape(D, D), *mlp] * config.layers
+
+
+def matrix_elements(config):
+    return sum(s.M * s.K * s.count for s in layer_shapes(config))
 
 
 def factor_sizes(config, tokens, args):
     """Bytes of what forged weights hold until all of a step's tokens were seen: of the layers' factors, of the same as
     gradients, of what is kept (for each weight the smaller), and that of embedding and classifier, if forged."""
     size = cut_dtype(args).itemsize
-    pairs = [(forging.stash_bytes([(M, K)], tokens, size), 4 * M * K) for M, K in layer_shapes(config)]
+    pairs = [(forging.stash_bytes([(s.M, s.K)], tokens * s.met, size), 4 * s.M * s.K * s.count)
+             for s in layer_shapes(config)]
     table, lists = 4 * config.vocab * config.dim, 4 * tokens + 4 * args.accum * (config.vocab + 1)
     embedding, classifier = 4 * tokens * config.dim + lists, (size * config.dim + 20) * tokens
     tables = min(embedding, table) + min(classifier, table)
@@ -546,17 +616,20 @@ def factor_sizes(config, tokens, args):
     return factors, gradients, sum(map(min, pairs)), tables if args.optimizer == "forge-cce" else 0
 
 
-def predict_memory(config, batch, accum, args, device):
+def predict_memory(config, batch, accum, args, device, processes=1):
     """Bytes by category for one process that puts `batch` sequences through the model at a time, and their peak."""
     N, V, D = batch * config.seq, config.vocab, config.dim
     cuda, autocast, both = device.type == "cuda", args.dtype == "bf16", args.optimizer == "forge-cce"
-    layers = 12 * config.layers * config.dim**2  # parameters of linear layers
+    if args.moe and args.sync == "ddp":  # a process has a part of the experts
+        config = dataclasses.replace(config, experts=config.experts // processes)
+    layers = matrix_elements(config)
     forged = (layers if args.optimizer != "adamw" else 0) + (2 * V * D if both else 0)
     others = config.parameters() - forged
     weight, state = forging.LAYOUTS[args.states].weight.itemsize, forging.state_bytes(RULE, args.states)
     # Of the forged weights' gradients one layer's is alive, or a slab of it, which is kept from step to step.
     rung = "auto" if has_kernels(device) else "hook"
-    layer = max((forging.plan_update(*shape, N, args.states, rung).bytes for shape in layer_shapes(config)), default=0)
+    layer = max(forging.plan_update(s.M, s.K, N * s.met // s.count, args.states, rung).bytes
+                for s in layer_shapes(config))
     rows = forging.plan_update(V, D, N, args.states, "slab", by_rows=True)
     layer = 0 if not forged else max(layer, rows.bytes) if both else layer
     dtype = cut_dtype(args)
@@ -576,8 +649,10 @@ def predict_memory(config, batch, accum, args, device):
     parts = dict(parameters=4 * others + weight * forged, gradients=4 * others + layer)
     parts |= dict(optimizer=8 * others + state * forged)
     # Autocast keeps a 16-bit copy of each weight from forward to backward; of a forged one it is made twice instead.
-    remade = 2 * layers if autocast and args.optimizer != "adamw" else 0
+    remade = 2 * 12 * config.layers * D**2 if autocast and args.optimizer != "adamw" else 0
     activations = base.activation_bytes(config, N, autocast, fused_norm=cuda) - remade
+    if args.moe:
+        activations += mixture.activation_change(config, N, autocast) + (2 * 8 * config.layers * D**2 if remade else 0)
     parts |= dict(activations=activations, loss=loss)
     kept = sum(factor_sizes(config, N * accum, args)[2:]) if waits(args) else 0
     parts["gradients"] += kept
@@ -595,7 +670,7 @@ def fitting_batch(config, world, args, device):
     free = torch.cuda.mem_get_info(device)[0]
     per_process = 64
     while per_process > args.accum and (
-        predict_memory(config, per_process // args.accum, args.accum, args, device)[1] > 0.85 * free
+        predict_memory(config, per_process // args.accum, args.accum, args, device, world.size)[1] > 0.85 * free
     ):
         per_process //= 2
     return world.smallest(per_process) * world.size
@@ -640,6 +715,8 @@ def save_checkpoint(out, step, model, optimizer, args, data, world):
     Workers that train apart save at the same step: each its optimizer and 06's state, in a file of its own; the model
     in the first is the synchronised one. The JSON has checksums of all."""
     name, members = Path(out) / f"step_{step:08d}", world.members
+    state = dict(model={name: collected(t, dict(model.named_parameters()).get(name), world.experts)
+                        for name, t in model.state_dict().items()}, optimizer=optimizer.state_dict())
     if not (world.main or world.sync):
         return
     if world.main:
@@ -648,7 +725,7 @@ def save_checkpoint(out, step, model, optimizer, args, data, world):
     generators = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         generators["cuda"] = torch.cuda.get_rng_state()
-    state = dict(model=model.state_dict(), optimizer=optimizer.state_dict(), generators=generators)
+    state["generators"] = generators
     if world.sync:
         with synchronised(world):
             state["model"] = {k: v.clone() for k, v in state["model"].items()} if world.main else {}
@@ -707,7 +784,8 @@ def find_checkpoint(out):
 def restore(path, model, optimizer, world, start):
     """Load what save_checkpoint stored at step `start`; each worker from its own file."""
     tensors = torch.load(path, weights_only=True, map_location="cpu")
-    model.load_state_dict(tensors["model"])
+    own = dict(model.named_parameters())
+    model.load_state_dict({k: own_part(t, own.get(k), world.experts) for k, t in tensors["model"].items()})
     apart = world.sync and "sync" in tensors  # a checkpoint of --sync none or ddp has one state for all
     if apart and world.rank:
         tensors = torch.load(worker_file(Path(path), world.rank), weights_only=True, map_location="cpu")
@@ -807,7 +885,7 @@ def describe_run(config, data, world, args, device, start):
     tokens = args.batch * args.seq
     epochs = max(0, args.steps - start) * args.batch / len(data.train)
     size, held = (sum(s.nbytes for s in part.shards) / MIB for part in (data.train, data.val))
-    parts, peak = predict_memory(config, micro, args.accum, args, device)
+    parts, peak = predict_memory(config, micro, args.accum, args, device, world.size)
     plan = loss_plan(micro * args.seq, config.vocab, args.dim, args, device)
     exact = f", gradient over {plan.order}, {plan.passes} matrix passes, {plan.block} at a time"
     auto = f"{exact}; sparse, one pass, while dE and dC are estimated within {filtering.MAX_ERROR}"
@@ -819,6 +897,10 @@ def describe_run(config, data, world, args, device, start):
     yield f"model   {config.parameters() / 1e6:.1f} M parameters: {args.layers} layers, width {args.dim}, " + (
         f"{args.heads} heads, vocabulary {config.vocab}, {config.flops_per_token() / 1e6:.1f} MFLOP a token"
     )
+    if args.moe:
+        where = f"spread over {world.size} processes by {args.ep_policy}" if world.experts else "in one process"
+        yield f"        {args.moe} experts of width {config.width()} a layer, {where}; a token meets {args.top_k}; " + (
+            f"balance: {args.balance}")
     yield f"        {args.dtype} ({args.why_dtype}), loss {args.loss} ({args.why_loss}{how.get(args.loss, '')})"
     when = "after the last backward pass" if waits(args) else "inside backward"
     forged = {"forge": f", 04's step {when} for the layers' matrices, states in {args.states}", "adamw": "",
@@ -872,10 +954,12 @@ def run(args):
     world = World(device)
     if args.deterministic:
         torch.use_deterministic_algorithms(True)
-    config = base.GPTConfig(args.vocab, args.seq, args.layers, args.heads, args.dim)
+    config = make_config(args)
     torch.manual_seed(args.seed)
     with device:
         model = base.GPT(config)
+        if args.moe:
+            mixture.with_experts(model)
     if world.size > 1:
         for p in model.parameters():
             dist.broadcast(p.data, 0)  # the same seed gives the same weights; other machines may round otherwise
@@ -884,7 +968,13 @@ def run(args):
     check_batch(args, world.size)
     method = sync_method(args)
     flat = low_comm.Flat([model], method.fragments) if method else None  # before forge(), which keeps where weights lie
-    optimizer = Optimizer(model, args)
+    if args.moe:
+        everybody = dist.group.WORLD if args.sync == "ddp" and world.size > 1 else None
+        world.balance = mixture.Balance(model, args.balance, everybody)
+        if everybody:
+            world.experts = everybody
+            mixture.expert_parallel(model, everybody, args.ep_policy)
+    optimizer = Optimizer(model, args, world)
     start = args.start
     if method:
         transport = low_comm.Dist(device, timeout=300) if world.size > 1 else low_comm.Sim(1)
@@ -902,10 +992,11 @@ def run(args):
             status = train(model, optimizer, data, config, world, args, device, start, stop)
     if status == 0 and args.sample and not args.dry_run:
         with synchronised(world):
-            ids = generate(model, encode(args.sample, args.tokens), args, device) if world.main else None
+            alone = world.main or world.experts  # where experts are spread, all make the same text
+            ids = generate(model, encode(args.sample, args.tokens), args, device) if alone else None
         if world.main:
             untrained = "" if args.steps or args.resume else ", from random weights (no --resume)"
-            print(f"\nsample  temperature {args.temperature:g}, top {args.top_k}{untrained}")
+            print(f"\nsample  temperature {args.temperature:g}, top {args.sample_top}{untrained}")
             print(decode(ids, args.tokens))
     world.barrier()
     if world.sync:
@@ -961,6 +1052,7 @@ def train(model, optimizer, data, config, world, args, device, start, stop):
         before = stats.calls, stats.sparse
         loss = accumulate_gradients(model, data, step, world, args, device, stats, alive)
         norm = optimizer.finish()
+        uneven = world.balance and world.balance.step().max().item()  # the worst layer's
         done, sync = step + 1, world.sync
         if sync:  # nothing is asked of the others between rounds; a round tells all of them who wants to stop
             loss, norm = torch.stack((loss.double(), norm.double())).tolist()
@@ -996,6 +1088,7 @@ def train(model, optimizer, data, config, world, args, device, start, stop):
         sparse = (stats.sparse - before[1]) / (stats.calls - before[0]) if args.loss in DECIDING else None
         sparse_steps = 0.0 if sparse is None else sparse_steps + sparse
         share = "" if sparse is None else f"  sparse {sparse_steps / since:.0%}"
+        share += "" if uneven is None else f"  MaxVio {uneven:.2f}"
         traffic = f"  sent {sync.bytes_sent / 1e6:,.2f} MB  blocked {sync.blocked_seconds:.2f} s" if sync else ""
         log.line(
             f"step {done}/{args.steps}  loss {loss:.4f}{bpb}  lr {lr:.2e}  norm {norm:.2f}  {tok_s:,.0f} tok/s  "
@@ -1007,7 +1100,7 @@ def train(model, optimizer, data, config, world, args, device, start, stop):
             log.row(step=done, loss=loss, bpb=per_byte(loss), lr=lr, grad_norm=norm, tok_s=tok_s, mfu=mfu,
                 peak_mib=None if math.isnan(peak) else peak, seconds=time.perf_counter() - began, sparse=sparse,
                 why=stats.reason if args.loss in DECIDING else None, sent=sync and sync.bytes_sent,
-                blocked=sync and sync.blocked_seconds)
+                blocked=sync and sync.blocked_seconds, max_violation=uneven)
         if done % args.log_every == 0:
             spent, since, sparse_steps = 0.0, 0, 0.0
         if stats.decision not in told and args.loss in DECIDING:
@@ -1043,7 +1136,8 @@ def train(model, optimizer, data, config, world, args, device, start, stop):
 
 def compare_memory(config, model, optimizer, alive, world, args, device):
     """Lines: predicted and measured MiB by category, after some steps."""
-    parts, peak = predict_memory(config, args.batch // (world.size * args.accum), args.accum, args, device)
+    micro = args.batch // (world.size * args.accum)
+    parts, peak = predict_memory(config, micro, args.accum, args, device, world.size)
     weights = sum(p.nbytes for p in model.parameters())
     slab = optimizer.forged.slab.nbytes if optimizer.forged else 0
     held = sum(t.nbytes for t in world.sync.resident()) if world.sync else 0
@@ -1061,8 +1155,8 @@ def compare_memory(config, model, optimizer, alive, world, args, device):
 
 # ==== 6. The command line =============================================================================================
 
-NOT_SAVED = ("resume", "dry_run", "out", "sample", "gpus", "device", "log", "checkpoint", "start", "data_digest",
-             "torchrun", "why_dtype", "why_loss", "why_optimizer")
+NOT_SAVED = ("resume", "dry_run", "out", "sample", "gpus", "ep_policy", "device", "log", "checkpoint", "start",
+             "data_digest", "torchrun", "why_dtype", "why_loss", "why_optimizer")
 
 
 class Parser(argparse.ArgumentParser):
@@ -1087,6 +1181,12 @@ def make_parser():
     add("--inner-steps", type=int, metavar="H", help="steps that workers take alone between rounds (from --sync)")
     add("--outer", type=float, nargs=2, metavar=("LR", "MOMENTUM"),
         help="of a round's own step (06's; another below 200 rounds of diloco, gossip, streaming)")
+    add("--moe", type=int, metavar="E", help="experts in place of each MLP (0: none)")
+    add("--top-k", type=int, metavar="K", help="experts that a token goes to (2)")
+    add("--balance", choices=mixture.Balance.KINDS,
+        help="of experts: loss of the global batch, of each micro-batch, a bias without a loss, none (global)")
+    add("--ep-policy", choices=list(mixture.POLICIES),
+        help="of experts spread over processes, with --sync ddp: fixed places, or least loaded (ep)")
     add("--states", choices=list(forging.LAYOUTS), help="of forged weights: fp32; bf16 with fp32 master; bf16; int8")
     add("--clip", type=float, help="largest gradient norm; 0: do not clip (1.0 with adamw, 0 otherwise)")
     add("--dtype", choices=("bf16", "fp32"), help="of the matrix products (bf16 where the GPU has it, else fp32)")
@@ -1110,7 +1210,7 @@ def make_parser():
     add("--sample", help="prompt to go on from at the end (text tokens only; default 'def ')")
     add("--sample-tokens", type=int, default=200, help="tokens to generate (200)")
     add("--temperature", type=float, default=0.8, help="of the sample; 0: always the likeliest (0.8)")
-    add("--top-k", type=int, default=50, help="candidates for each sampled token (50)")
+    add("--sample-top", type=int, default=50, metavar="K", help="candidates for each sampled token (50)")
     return p
 
 
@@ -1123,6 +1223,8 @@ def parse(argv):
     if args.resume:
         record, path = find_checkpoint(args.out)
         asked = args
+        if "moe" not in record["flags"]:
+            record["flags"].pop("top_k", None)  # it was --sample-top then
         record["flags"] = STATE_FLAGS | record["flags"]
         parser.set_defaults(**record["flags"])
         args = parser.parse_args(argv)
@@ -1159,7 +1261,8 @@ def parse(argv):
             setattr(args, name, value)
     if args.batch is None and args.device == "cpu":
         args.batch = 8
-    for name in ("layers", "dim", "heads", "seq", "batch", "accum", "gpus", "log_every", "vocab", "top_k"):
+    for name in ("layers", "dim", "heads", "seq", "batch", "accum", "gpus", "log_every", "vocab", "sample_top",
+                 "top_k"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} {value}: must be at least 1")
@@ -1172,7 +1275,8 @@ def parse(argv):
     args.optimizer, args.why_optimizer = choose_optimizer(args, processes)
     args.clip = (1.0 if args.optimizer == "adamw" else 0.0) if args.clip is None else args.clip
     args.states = args.states or "fp32"
-    for name in ("steps", "save_every", "eval_every", "clip", "lr", "temperature", "sample_tokens", "seed"):
+    choose_experts(args, processes)
+    for name in ("steps", "save_every", "eval_every", "clip", "lr", "temperature", "sample_tokens", "seed", "moe"):
         if not 0 <= getattr(args, name) < 2**63:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}: must not be negative (nor past 2^63)")
     if args.dim % (2 * args.heads):
@@ -1239,6 +1343,31 @@ def choose_sync(args, processes, record):
         raise ValueError(f"the checkpoint is of {workers} workers that train apart (--sync {sync}), this launch has "
                          f"{processes}: use --gpus {workers} (or as many processes under torchrun)")
     return sync
+
+
+def choose_experts(args, processes):
+    """--top-k, --balance and --ep-policy, completed. ValueError for what cannot be."""
+    args.moe = args.moe or 0
+    asked = dict(top_k=args.top_k, balance=args.balance, ep_policy=args.ep_policy)
+    if not args.moe:
+        for name, value in asked.items():
+            if value is not None:
+                raise ValueError(f"--{name.replace('_', '-')} {value}: there are no experts: pass --moe E, or drop it")
+        return
+    args.top_k, args.balance = args.top_k or min(2, args.moe), args.balance or "global"
+    if args.top_k > args.moe:
+        raise ValueError(f"--top-k {args.top_k} --moe {args.moe}: a token cannot go to more experts than there are")
+    spread_out = processes > 1 and args.sync == "ddp"
+    if args.ep_policy and not spread_out:
+        raise ValueError(f"--ep-policy {args.ep_policy}: every process has all experts: use --gpus N --sync ddp, or "
+                         "drop it")
+    if spread_out and args.moe % processes:
+        raise ValueError(f"--moe {args.moe}: {processes} processes cannot share them equally: use a multiple of "
+                         f"{processes}")
+    if args.balance == "bias" and processes > 1 and not spread_out:
+        raise ValueError(f"--balance bias with --sync {args.sync}: each worker's biases would go their own way: use "
+                         "--balance global, or --sync ddp")
+    args.ep_policy = args.ep_policy or ("ep" if spread_out else None)
 
 
 def choose_outer(args, going_on):
