@@ -39,12 +39,13 @@ gfs = importlib.import_module("03_grad_filter_sort")
 forging = importlib.import_module("04_fused_optimizer")
 parallel = importlib.import_module("05_parallelism")
 low_comm = importlib.import_module("06_low_comm_sync")
+moe = importlib.import_module("07_moe_balance")
 train = importlib.import_module("train")
 
 ROOT = Path(__file__).resolve().parent
 DEVICE = base.default_device()
 STAGES = {"01_logits_memory": base, "02_cce_kernel": cce, "03_grad_filter_sort": gfs, "04_fused_optimizer": forging,
-          "05_parallelism": parallel, "06_low_comm_sync": low_comm}
+          "05_parallelism": parallel, "06_low_comm_sync": low_comm, "07_moe_balance": moe}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # NumPy's, where a GPU makes an inf
 needs_gpu = pytest.mark.skipif(not base.HAS_CUDA, reason="needs a GPU")
@@ -244,7 +245,8 @@ def test_filter_on_awkward_shapes():
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
 def test_sparse_gradient_equals_its_rule_on_dense_logits(dtype, options):
     """Adversarial rows: all mass in the tail, a class that all rows list, empty classes, ties, ignored rows."""
-    slow = base.INTERPRETED and len(gfs.filter_backends(DEVICE, dtype, 24)) > 1 and dtype == torch.float16
+    kernels = base.INTERPRETED and len(gfs.filter_backends(DEVICE, dtype, 24)) > 1
+    slow = kernels and (dtype == torch.float16 or dtype == torch.bfloat16 and "seed" in options)
     gfs.check_sparse(DEVICE, dtype, **options, names=["a Zipf law"] if slow else None)
 
 
@@ -773,6 +775,105 @@ def test_forged_model_keeps_what_is_skipped_frozen_or_no_plain_linear():
 TINY = "--layers 1 --dim 32 --heads 2 --seq 32 --batch 8 --steps 6 --lr 3e-3 --sample-tokens 4 --dtype fp32".split()
 
 
+# ==== 07: experts =====================================================================================================
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_routing_and_layer_on_more_sizes(seed):
+    moe.check_routing(N=17 + seed, E=4 + 3 * seed, seed=seed)
+    moe.check_layer(N=9, D=8 + 4 * seed, E=3 + seed, seed=seed)
+
+
+@needs_triton
+@pytest.mark.filterwarnings("ignore:.*overflow.*")
+def test_products_of_experts_by_kernels():
+    moe.check_products(DEVICE, seed=1)
+    moe.check_products(DEVICE, (torch.float16,), seed=2)
+
+
+@needs_gpu
+def test_products_of_experts_with_large_tiles():
+    """Descriptors, several tiles an expert, the loop's and the kernel's share."""
+    for counts in ((700, 0, 1, 130, 200), (128, 256, 0, 64)):
+        rows = moe.Rows(torch.tensor((0, *np.cumsum(counts)), device=DEVICE))
+        x, dy, W = (torch.randn(*size, device=DEVICE, dtype=torch.bfloat16)
+                    for size in ((sum(counts), 320), (sum(counts), 256), (256 * len(counts), 320)))
+        for function, arguments in ((moe.experts_product, (x, W, rows)), (moe.experts_product, (dy, W, rows, True)),
+                                    (moe.experts_gradient, (dy, x, rows))):
+            got, want = (function(*arguments, backend=backend) for backend in ("triton", "torch"))
+            assert cce.error(got, want) < 5e-3, (counts, function)
+
+
+def test_experts_over_four_ranks():
+    errors = parallel.in_ranks("all_checks", 4, stage=vars(moe))
+    found = [error for error in errors.values() if error is not None]
+    assert len(found) == 3 and max(found) < 1e-12
+
+
+def test_least_loaded_over_more_loads():
+    moe.check_least_loaded(400)
+    loads = np.array([1000, 10, 10, 10])
+    assert moe.least_loaded(loads, 4, least=1).sum(1).tolist() == [258, 258, 258, 256]
+    assert moe.least_loaded(loads, 4).sum(1).max() == 742  # chunks are too small: one takes all that is left
+    assert moe.least_loaded(loads, 1, least=1).tolist() == [loads.tolist()]
+    assert moe.least_loaded(np.zeros(4, int), 2).sum() == 0
+
+
+def test_experts_refuse_what_cannot_be():
+    layer = moe.MoE(8, 8, 4)
+    for message, action in (("top_k 5 of 4", lambda: moe.MoE(8, 8, 4, 5)),
+                            ("gate is", lambda: moe.MoE(8, 8, 4, gate="x")),
+                            ("capacity is 0", lambda: moe.MoE(8, 8, 4, capacity=0)),
+                            ("policy is 'x'", lambda: moe.expert_parallel(layer, None, "x")),
+                            ("no multiple", lambda: moe.fold(tp=3, ep=2))):
+        with pytest.raises(ValueError, match=message):
+            action()
+    moe.expert_parallel(layer, None)
+    with pytest.raises(ValueError, match="cut already"):
+        moe.expert_parallel(layer, None)
+
+
+def test_biases_even_out_the_loads():
+    """Without a loss, without a gradient: a router that likes some experts better gets all used."""
+    torch.manual_seed(0)
+    layer = moe.MoE(16, 16, 8, 2)
+    layer.router.data.normal_(std=0.2)
+    x = torch.randn(2048, 16) + 1
+    balance = moe.Balance(layer, "bias", rate=3e-3)
+    found = []
+    for _ in range(100):
+        layer(x)
+        balance.loss()
+        found.append(balance.step().item())
+    assert found[0] > 0.5 and found[-1] < 0.1
+
+
+def test_bias_twin(monkeypatch):
+    """A bias of the wrong sign feeds the fullest expert."""
+    update = moe.Balance.step
+
+    def wrong(self):
+        for layer in self.layers:
+            layer.bias.neg_()
+        found = update(self)
+        for layer in self.layers:
+            layer.bias.neg_()
+        return found
+
+    monkeypatch.setattr(moe.Balance, "step", wrong)
+    with pytest.raises(AssertionError):
+        test_biases_even_out_the_loads()
+
+
+def test_study_tells_domains_apart():
+    """Of tables of counts: 2 bits for four domains with experts of their own, none if all use all alike."""
+    assert moe.mutual_information(torch.eye(4) * 100) == pytest.approx(2)
+    assert moe.mutual_information(torch.full((4, 8), 9)) == pytest.approx(0, abs=1e-9)
+    texts = moe.domain_texts()
+    assert list(texts) == list(moe.DOMAINS) and {len(text) for text in texts.values()} == {2**18}
+
+
+
 @pytest.fixture(scope="session")
 def text(tmp_path_factory):
     """A quarter of a MiB of source text: enough to train on, little to load."""
@@ -871,6 +972,24 @@ def test_two_processes_equal_one(tiny):
     assert losses(two[1]) == pytest.approx(losses(one[1]), abs=1e-5)
     assert norms(two[1]) == pytest.approx(norms(one[1]), rel=1e-4)
     assert two[1][-1]["val_loss"] == pytest.approx(one[1][-1]["val_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("flags", [["--clip", 1], ["--ep-policy", "llep", "--balance", "bias", "--accum", 2]], ids=str)
+def test_spread_experts_equal_those_of_one_process(tiny, flags):
+    """Also clipping, validation, the checkpoint, and going on with another number of processes."""
+    flags = ["--device", "cpu", "--moe", 4, "--steps", 8, *flags]
+    plain = [flag for flag in flags if flag not in ("--ep-policy", "llep")]
+    one, two = tiny(*plain, "--optimizer", "adamw", out="a"), tiny(*flags, "--gpus", 2, "--sync", "ddp", out="b")
+    assert one[0] == two[0] == 0 and len(losses(one[1])) == 8
+    assert losses(two[1]) == pytest.approx(losses(one[1]), abs=1e-5)
+    assert norms(two[1]) == pytest.approx(norms(one[1]), rel=1e-4)
+    uneven = [[row["max_violation"] for row in run[1] if "max_violation" in row] for run in (one, two)]
+    assert len(uneven[0]) == 8 and uneven[0] == pytest.approx(uneven[1], abs=1e-2)
+    assert one[2].keys() == two[2].keys() and all(one[2][k].shape == two[2][k].shape for k in one[2])
+    more = ["--device", "cpu", "--steps", 12, "--resume"]
+    one, two = tiny(*more, "--gpus", 2, "--sync", "ddp", out="a"), tiny(*more, out="b")
+    assert one[0] == two[0] == 0 and len(losses(one[1])) == 12
+    assert losses(one[1]) == pytest.approx(losses(two[1]), abs=1e-5)
 
 
 def run_without_all_reduce(args):
@@ -1093,6 +1212,22 @@ def test_stopped_forge_resumes_bitwise(tiny, states):
     os.remove(train.checkpoint_files(tiny.folder / "parts")[0])  # the last one: go on from step 6
     status, _, resumed = tiny("--resume", *(["--deterministic"] if base.HAS_CUDA else []), "--steps", 8, out="parts")
     assert status == 0 and same(whole, resumed)
+
+
+def test_experts_train_apart(tiny):
+    """--sync diloco: workers that have all experts."""
+    status, rows, _ = tiny("--device", "cpu", "--gpus", 2, "--moe", 4, "--inner-steps", 3, "--steps", 6)
+    assert status == 0 and len(losses(rows)) == 6 and rows[-1]["val_loss"] < rows[0]["val_loss"]
+
+
+@pytest.mark.parametrize("flags", [[], ["--clip", 1, "--accum", 2]], ids=["in backward", "after it"])
+def test_forged_experts_train_like_adamw(tiny, flags):
+    """Also an odd number of experts, of which some may get no token."""
+    runs = [tiny("--moe", 5, "--top-k", 1, "--optimizer", name, "--clip", 0, *flags, out=name)
+            for name in ("adamw", "forge-cce")]
+    for step, loss in losses(runs[0][1]).items():
+        assert losses(runs[1][1])[step] == pytest.approx(loss, rel=2e-3 if step < 20 else 0.02)
+    assert all("max_violation" in row for row in runs[1][1] if "loss" in row)
 
 
 @pytest.mark.parametrize("name", ["forge", "forge-cce"])
@@ -1341,6 +1476,12 @@ BAD_FLAGS = {
     "--states int8 with --sync ddp": ["--states", "int8", "--gpus", 2, "--device", "cpu", "--sync", "ddp"],
     "--optimizer forge with --sync ddp": ["--optimizer", "forge", "--gpus", 2, "--device", "cpu", "--sync", "ddp"],
     "with --sync none there are no rounds": ["--inner-steps", 3],
+    "--top-k 1: there are no experts": ["--top-k", 1],
+    "--moe -1: must not be negative": ["--moe", -1],
+    "cannot go to more experts": ["--moe", 4, "--top-k", 5],
+    "every process has all experts": ["--moe", 4, "--ep-policy", "llep"],
+    "use a multiple of 2": ["--moe", 5, "--gpus", 2, "--device", "cpu", "--sync", "ddp", "--batch", 8],
+    "biases would go their own way": ["--moe", 4, "--balance", "bias", "--gpus", 2, "--device", "cpu"],
     "--sync streaming needs at least 3": ["--sync", "streaming", "--inner-steps", 2],
     "--states int8 goes with --optimizer forge": ["--optimizer", "adamw", "--states", "int8"],
 }
@@ -1404,17 +1545,20 @@ def test_doubling_the_vocabulary_adds_logits_only_to_the_materialised_loss(monke
     *((loss, "adamw", "fp32") for loss in train.LOSSES),
     *(("cce-exact", optimizer, states) for optimizer in ("forge", "forge-cce") for states in forging.LAYOUTS),
     ("cce-sparse", "forge-cce", "int8"), ("cce-exact", "forge --clip 1", "fp32"),
-    ("cce-exact", "forge-cce --clip 1", "master"),
+    ("cce-exact", "forge-cce --clip 1", "master"), ("cce-exact", "adamw --moe 8", "fp32"),
+    ("cce-exact", "forge-cce --moe 8", "master"),
 ])
 def test_predicted_peak_of_a_training_step(loss, optimizer, states):
     args = train.parse(["--loss", loss, "--batch", "8", "--layers", "4", "--seq", "512", "--states", states,
                         "--optimizer", *optimizer.split()])
-    config = base.GPTConfig(args.vocab, args.seq, args.layers, args.heads, args.dim)
+    config = train.make_config(args)
     x = torch.zeros(8, 512, dtype=torch.int64, device=DEVICE)
 
     def steps():
         with DEVICE:
             model = base.GPT(config)
+        if args.moe:
+            moe.with_experts(model)
         optimizer = train.Optimizer(model, args)
         for step in (1, 2):
             optimizer.begin(step, 1e-3)

@@ -440,10 +440,11 @@ RULE = forging.AdamW(BETAS, 1e-8, WEIGHT_DECAY)
 class Optimizer:
     """AdamW for every parameter, decay on matrices only. With --optimizer forge the step of linear weights is 04's,
     inside the backward pass that follows begin(), with forge-cce also embedding's and classifier's; the others' is
-    torch's, in finish(). With --clip or --accum 04's steps, too, wait for finish()."""
+    torch's, in finish(). With --clip or --accum 04's steps, too, wait for finish(). group: over which experts are
+    spread."""
 
-    def __init__(self, model, args, world):
-        self.forged, self.group, model.head = None, world.experts, None
+    def __init__(self, model, args, group=None):
+        self.forged, self.group, model.head = None, group, None
         if args.optimizer != "adamw":
             whole = dict(embeddings=True, classifier="classifier") if args.optimizer == "forge-cce" else {}
             summed = None if args.sync == "ddp" else 1  # processes whose gradients would have to be: 04 looks, or none
@@ -909,7 +910,7 @@ def describe_run(config, data, world, args, device, start):
     if waits(args):
         mine = tokens // world.size
         factors, gradients, _, _ = factor_sizes(config, mine, args)
-        enough = forging.crossover(layer_shapes(config), cut_dtype(args).itemsize)
+        enough = mine * gradients / factors
         yield f"        a step's factors {factors / MIB:,.0f} MiB, gradients {gradients / MIB:,.0f} MiB (layers): " + (
             f"factors are kept, the smaller up to {enough:,.0f} tokens" if mine <= enough else
             f"beyond {enough:,.0f} tokens gradients are kept: --optimizer adamw does that in fewer passes"
@@ -974,7 +975,7 @@ def run(args):
         if everybody:
             world.experts = everybody
             mixture.expert_parallel(model, everybody, args.ep_policy)
-    optimizer = Optimizer(model, args, world)
+    optimizer = Optimizer(model, args, world.experts)
     start = args.start
     if method:
         transport = low_comm.Dist(device, timeout=300) if world.size > 1 else low_comm.Sim(1)
