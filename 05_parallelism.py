@@ -1533,8 +1533,7 @@ def two_layouts(lengths, n, rates, finest=0.5):
 
 
 class _Exchange(torch.autograd.Function):
-    """Rows to the ranks, give[r] of them to rank r, take[r] of them from it; backward sends the gradients back. Those
-    that stay here, if any, are the last of x and of the result: a copy, not a message."""
+    """exchange(): backward sends the gradients back. What stays here is a copy, not a message."""
 
     @staticmethod
     def forward(ctx, x, give, take, group):
@@ -1552,6 +1551,12 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         return _Exchange.apply(gradient, ctx.take, ctx.give, ctx.group), None, None, None
+
+
+def exchange(x, give, take, group):
+    """Rows x (R, D) to the ranks, give[r] of them to rank r, and take[r] from it -> (sum(take), D), in the order of
+    ranks, but that what stays here comes last, in x and in the result. All ranks call it, and its backward."""
+    return _Exchange.apply(x, give, take, group)
 
 
 class _RowAttention(torch.autograd.Function):
@@ -1604,7 +1609,7 @@ def attention_elsewhere(documents, moves, group):
     nothing = q.flatten(1)[:0]  # of no rows, but in the graph: every rank has to come to both exchanges in backward
 
     def swap(pieces, give, take):
-        return _Exchange.apply(torch.cat([*pieces, nothing]), give, take, group)
+        return exchange(torch.cat([*pieces, nothing]), give, take, group)
 
     def rows_there(part):
         return part.stop - part.start + 2 * part.stop

@@ -974,7 +974,7 @@ def test_two_processes_equal_one(tiny):
     assert two[1][-1]["val_loss"] == pytest.approx(one[1][-1]["val_loss"], rel=1e-5)
 
 
-@pytest.mark.parametrize("flags", [["--clip", 1], ["--ep-policy", "llep", "--balance", "bias", "--accum", 2]], ids=str)
+@pytest.mark.parametrize("flags", [["--clip", 1], ["--ep-policy", "llep", "--accum", 2]], ids=str)
 def test_spread_experts_equal_those_of_one_process(tiny, flags):
     """Also clipping, validation, the checkpoint, and going on with another number of processes."""
     flags = ["--device", "cpu", "--moe", 4, "--steps", 8, *flags]
@@ -1212,6 +1212,45 @@ def test_stopped_forge_resumes_bitwise(tiny, states):
     os.remove(train.checkpoint_files(tiny.folder / "parts")[0])  # the last one: go on from step 6
     status, _, resumed = tiny("--resume", *(["--deterministic"] if base.HAS_CUDA else []), "--steps", 8, out="parts")
     assert status == 0 and same(whole, resumed)
+
+
+def test_validation_too_small_to_share_is_one_clear_line(tiny, tmp_path, capsys):
+    (tmp_path / "small.txt").write_bytes(b"abcdefgh " * 100)
+    status = tiny("--data", tmp_path / "small.txt", "--device", "cpu", "--gpus", 2, "--sync", "ddp", "--moe", 4)[0]
+    error = capsys.readouterr().err
+    assert status == 2 and "validation has 1 window(s)" in error and error.count("\n") == 1, error
+
+
+def test_a_second_use_of_forged_experts_is_refused():
+    layer = moe.MoE(8, 8, 4)
+    handle = forging.forge(layer, forging.AdamW())
+    handle.arm(1e-3, 1)
+    with pytest.raises(ValueError, match="used twice"):
+        layer(layer(torch.randn(5, 8)))
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "bf16"])
+def test_predicted_activations_of_experts(autocast):
+    """What autograd saves of a model with experts, less what it saves of a dense one."""
+    kept = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes(), storage
+        return tensor
+
+    found = []
+    for config in (base.GPTConfig(64, 32, 2, 2, 64), moe.GPTConfig(64, 32, 2, 2, 64, 8, 2)):
+        model = base.GPT(config)
+        model = moe.with_experts(model) if isinstance(config, moe.GPTConfig) else model
+        kept.clear()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                model(torch.zeros(32, 32, dtype=torch.int64))
+        own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        found.append(sum(size for key, (size, _) in kept.items() if key not in own))
+    predicted = moe.activation_change(config, 1024, autocast)
+    assert found[1] - found[0] == pytest.approx(predicted, abs=0.15 * abs(predicted) + 64 * 1024), (found, predicted)
 
 
 def test_experts_train_apart(tiny):
@@ -1477,7 +1516,7 @@ BAD_FLAGS = {
     "--optimizer forge with --sync ddp": ["--optimizer", "forge", "--gpus", 2, "--device", "cpu", "--sync", "ddp"],
     "with --sync none there are no rounds": ["--inner-steps", 3],
     "--top-k 1: there are no experts": ["--top-k", 1],
-    "--moe -1: must not be negative": ["--moe", -1],
+    "--moe -1: use 0 (none)": ["--moe", -1],
     "cannot go to more experts": ["--moe", 4, "--top-k", 5],
     "every process has all experts": ["--moe", 4, "--ep-policy", "llep"],
     "use a multiple of 2": ["--moe", 5, "--gpus", 2, "--device", "cpu", "--sync", "ddp", "--batch", 8],

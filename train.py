@@ -32,14 +32,14 @@ What it shows
 What stays the same whatever the number of processes
     --batch counts the sequences of one step over ALL processes and micro-batches. Sequence i of step s is number
     s * batch + i of a shuffled order that depends on --seed alone, so with the same --batch, --accum and, with --sync
-    ddp, --gpus only cut the same step into parts: the losses agree to rounding (sparse gradients to their error). The
-    position in the data is the step number.
+    ddp, --gpus only cut the same step into parts: the losses agree to rounding (sparse gradients to their error, and
+    but for --balance micro, which is of a process's tokens). The position in the data is the step number.
     (Without --batch, a GPU run takes up to 64 sequences a process, so there two GPUs take larger steps than one.)
 
 Defaults come from --preset, and that from the device. Checkpoints restore the flags they were made with, except those
-that belong to one launch (--device, --gpus, --log, --sample). A flag given beside --resume wins, unless it would change
-the model, which is refused. A resumed run ends with the weights of one that was never stopped, bit for bit on one CPU
-process, and on one GPU with --deterministic.
+that belong to one launch (--device, --gpus, --ep-policy, --log, --sample). A flag given beside --resume wins, unless it
+would change the model, which is refused. A resumed run ends with the weights of one that was never stopped, bit for bit
+on one CPU process, and on one GPU with --deterministic.
 """
 
 import argparse
@@ -84,13 +84,14 @@ PRESETS = {
 MODEL_FLAGS = ("preset", "layers", "dim", "heads", "seq", "vocab", "tokens")  # fixed by a checkpoint,
 # as are these; what they were before they were flags
 STATE_FLAGS = {"optimizer": "adamw", "states": "fp32", "sync": "ddp", "inner_steps": None, "outer": None, "moe": 0,
-               "top_k": None, "balance": None}
+               "top_k": None}
 # The outer step's rate and momentum in runs of fewer rounds than this; from there on the method's own. DiLoCo's 0.7 and
 # 0.9 add up to seven times what workers did, ten rounds late: more than a short run can make good. Streaming keeps half
 # of a worker's own way with each fragment, and bears more (see README).
 SHORT_OUTER = {"diloco": {15: [1.0, 0.0], 200: [0.9, 0.5]}, "streaming": {30: [0.9, 0.5], 200: [0.7, 0.9]}}
 SHORT_OUTER["gossip"] = SHORT_OUTER["diloco"]
 BETAS, WEIGHT_DECAY, MIN_LR = (0.9, 0.95), 0.1, 0.1  # AdamW; the cosine ends at a tenth of the peak rate
+BALANCE, BIAS_RATE = 3e-2, 1e-2  # of experts: the loss's coefficient, a bias's step; large ones, for short runs
 WARMUP = 50  # steps, also in short runs: AdamW's second moment averages 20, and a full rate before that makes it spike
 KEEP = 2  # checkpoints on disk: if the newest is damaged, the one before it is tried
 
@@ -234,6 +235,9 @@ def load_data(args, packages):
         if shard.nbytes <= 256 * MIB:  # a look at every token of larger shards would take longer than it is worth here
             check_vocabulary(shard, args.vocab, name)
     train, val = Tokens(names, shards, args.seq, args.vocab), Tokens(val_names, val_shards, args.seq, args.vocab)
+    if args.ep_policy and len(val) < args.processes:
+        raise ValueError(f"{origin}: validation has {len(val)} window(s) of {args.seq} tokens, {args.processes} "
+                         "processes that share experts need one each: pass more with --val, or a smaller --seq")
     digest = fingerprint(shards + val_shards)
     if args.data_digest not in (None, digest):
         raise ValueError(
@@ -381,7 +385,7 @@ def fetches(device, D, args):
 def share(count, world, accum, micro):
     """Which of a step's `count` sequences this process takes in micro-batch `micro`."""
     size = count // (world.size * accum)
-    start = (world.rank * accum + micro) * size
+    start = (micro * world.size + world.rank) * size  # a micro-batch is the same whatever the number of processes
     return range(start, start + size)
 
 
@@ -518,7 +522,8 @@ def collected(tensor, p, group):
 
 
 def own_part(tensor, p, group):
-    return tensor.chunk(parallel.size(group))[parallel.rank_in(group)] if spread(p) else tensor
+    """This process's part of a whole tensor like p."""
+    return tensor.chunk(parallel.size(group))[parallel.rank_in(group)].clone() if spread(p) else tensor
 
 
 def sync_method(args):
@@ -551,8 +556,8 @@ def learning_rate(step, args):
 def validate(model, data, world, args, device):
     """Mean loss over a fixed set: the first windows of the validation part, up to 65,536 tokens (1 Mi on a GPU)."""
     count = min(len(data.val), max(1, (1 << 20 if device.type == "cuda" else 1 << 16) // args.seq))
-    if world.experts:  # all processes have to come to each exchange
-        count = max(1, count // world.size) * world.size
+    if world.experts:  # all processes have to come to each exchange, with as many windows
+        count -= count % world.size
     size = max(1, args.batch // (world.size * args.accum))
     mine = range(count)[world.members.index(world.rank) :: len(world.members)]
     total = torch.zeros((), dtype=torch.float64, device=device)
@@ -899,7 +904,7 @@ def describe_run(config, data, world, args, device, start):
         f"{args.heads} heads, vocabulary {config.vocab}, {config.flops_per_token() / 1e6:.1f} MFLOP a token"
     )
     if args.moe:
-        where = f"spread over {world.size} processes by {args.ep_policy}" if world.experts else "in one process"
+        where = f"spread over {world.size} processes by {args.ep_policy}" if world.experts else "all in each process"
         yield f"        {args.moe} experts of width {config.width()} a layer, {where}; a token meets {args.top_k}; " + (
             f"balance: {args.balance}")
     yield f"        {args.dtype} ({args.why_dtype}), loss {args.loss} ({args.why_loss}{how.get(args.loss, '')})"
@@ -945,6 +950,7 @@ def resume_command(args, world):
         words = [f"torchrun {nodes}--nproc-per-node {local} --"]
     words += [shlex.quote(os.path.relpath(__file__)), "--resume --out", shlex.quote(args.out)]
     words += [f"--gpus {args.gpus}"] * (args.gpus > 1) + [f"--device {args.device}"] * (args.device == "cpu")
+    words += [f"--ep-policy {args.ep_policy}"] * (args.ep_policy not in (None, "ep"))
     words += ["--log", shlex.quote(args.log)] if args.log else []
     return " ".join(words)
 
@@ -971,7 +977,7 @@ def run(args):
     flat = low_comm.Flat([model], method.fragments) if method else None  # before forge(), which keeps where weights lie
     if args.moe:
         everybody = dist.group.WORLD if args.sync == "ddp" and world.size > 1 else None
-        world.balance = mixture.Balance(model, args.balance, everybody)
+        world.balance = mixture.Balance(model, args.balance, everybody, BALANCE, rate=BIAS_RATE)
         if everybody:
             world.experts = everybody
             mixture.expert_parallel(model, everybody, args.ep_policy)
@@ -1053,7 +1059,7 @@ def train(model, optimizer, data, config, world, args, device, start, stop):
         before = stats.calls, stats.sparse
         loss = accumulate_gradients(model, data, step, world, args, device, stats, alive)
         norm = optimizer.finish()
-        uneven = world.balance and world.balance.step().max().item()  # the worst layer's
+        uneven = world.balance.step().max() if world.balance else torch.tensor(0.0)  # the worst layer's
         done, sync = step + 1, world.sync
         if sync:  # nothing is asked of the others between rounds; a round tells all of them who wants to stop
             loss, norm = torch.stack((loss.double(), norm.double())).tolist()
@@ -1076,7 +1082,7 @@ def train(model, optimizer, data, config, world, args, device, start, stop):
         else:
             totals = torch.stack((loss.double(), torch.tensor(float(stop.number), dtype=torch.float64, device=device)))
             world.sum(totals)  # the loss over all processes, and whether any of them was told to stop
-            (loss, stopped), norm = totals.tolist(), norm.item()  # the step's one wait for the device
+            (loss, stopped), norm = totals.tolist(), norm.item()  # the step's one wait, but for experts' exchanges
             loss /= world.size if args.sync == "none" else 1
             if not (math.isfinite(loss) and math.isfinite(norm)):
                 return diverged(done, f"loss {loss}, gradient norm {norm}")
@@ -1089,6 +1095,7 @@ def train(model, optimizer, data, config, world, args, device, start, stop):
         sparse = (stats.sparse - before[1]) / (stats.calls - before[0]) if args.loss in DECIDING else None
         sparse_steps = 0.0 if sparse is None else sparse_steps + sparse
         share = "" if sparse is None else f"  sparse {sparse_steps / since:.0%}"
+        uneven = uneven.item() if world.balance else None
         share += "" if uneven is None else f"  MaxVio {uneven:.2f}"
         traffic = f"  sent {sync.bytes_sent / 1e6:,.2f} MB  blocked {sync.blocked_seconds:.2f} s" if sync else ""
         log.line(
@@ -1157,7 +1164,7 @@ def compare_memory(config, model, optimizer, alive, world, args, device):
 # ==== 6. The command line =============================================================================================
 
 NOT_SAVED = ("resume", "dry_run", "out", "sample", "gpus", "ep_policy", "device", "log", "checkpoint", "start",
-             "data_digest", "torchrun", "why_dtype", "why_loss", "why_optimizer")
+             "data_digest", "processes", "torchrun", "why_dtype", "why_loss", "why_optimizer")
 
 
 class Parser(argparse.ArgumentParser):
@@ -1267,7 +1274,7 @@ def parse(argv):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} {value}: must be at least 1")
-    processes = int(os.environ.get("WORLD_SIZE", 1)) if args.torchrun else args.gpus
+    processes = args.processes = int(os.environ.get("WORLD_SIZE", 1)) if args.torchrun else args.gpus
     args.dtype, args.why_dtype = choose_dtype(args)
     if args.loss is None:  # the sparse gradient's kernels need Hopper; elsewhere there is nothing to decide
         args.loss = "cce" if fetches(torch.device(args.device), args.dim, args) else "cce-exact"
@@ -1277,7 +1284,7 @@ def parse(argv):
     args.clip = (1.0 if args.optimizer == "adamw" else 0.0) if args.clip is None else args.clip
     args.states = args.states or "fp32"
     choose_experts(args, processes)
-    for name in ("steps", "save_every", "eval_every", "clip", "lr", "temperature", "sample_tokens", "seed", "moe"):
+    for name in ("steps", "save_every", "eval_every", "clip", "lr", "temperature", "sample_tokens", "seed"):
         if not 0 <= getattr(args, name) < 2**63:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}: must not be negative (nor past 2^63)")
     if args.dim % (2 * args.heads):
@@ -1349,6 +1356,8 @@ def choose_sync(args, processes, record):
 def choose_experts(args, processes):
     """--top-k, --balance and --ep-policy, completed. ValueError for what cannot be."""
     args.moe = args.moe or 0
+    if not 0 <= args.moe <= 2**16:
+        raise ValueError(f"--moe {args.moe}: use 0 (none) to {2**16} experts")
     asked = dict(top_k=args.top_k, balance=args.balance, ep_policy=args.ep_policy)
     if not args.moe:
         for name, value in asked.items():
