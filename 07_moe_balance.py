@@ -1821,7 +1821,7 @@ def measure_products(ledger, R=32768):
     for i, (name, band) in enumerate((("X W^T", (0.8, 1.34)), ("dY W", (0.8, 1.34)), ("dY^T X", None))):
         ledger.row(f"even rows, worst {name}: time", "one dense product", 1.0, 1 / min(s[i] for s in even), "", band)
     slowest = max(1 / ratio for _, _, ratios in cells for ratio in ratios)
-    ledger.row("all rows, worst product: time", "the loop", 1.0, slowest, "", (0, 1.05))
+    ledger.row("all rows, worst product: time", "the loop", 1.0, slowest, "", (0, 1.15))  # one code, two timings: 10 %
 
 
 def study(jobs):

@@ -91,7 +91,7 @@ STATE_FLAGS = {"optimizer": "adamw", "states": "fp32", "sync": "ddp", "inner_ste
 SHORT_OUTER = {"diloco": {15: [1.0, 0.0], 200: [0.9, 0.5]}, "streaming": {30: [0.9, 0.5], 200: [0.7, 0.9]}}
 SHORT_OUTER["gossip"] = SHORT_OUTER["diloco"]
 BETAS, WEIGHT_DECAY, MIN_LR = (0.9, 0.95), 0.1, 0.1  # AdamW; the cosine ends at a tenth of the peak rate
-BALANCE, BIAS_RATE = 3e-2, 1e-2  # of experts: the loss's coefficient, a bias's step; large ones, for short runs
+BALANCE, BIAS_RATE = 3e-2, 3e-3  # of experts: the loss's coefficient, a bias's step; large ones, for short runs
 WARMUP = 50  # steps, also in short runs: AdamW's second moment averages 20, and a full rate before that makes it spike
 KEEP = 2  # checkpoints on disk: if the newest is damaged, the one before it is tried
 
