@@ -1255,7 +1255,8 @@ def check_products(device="cpu", dtypes=(torch.float32, torch.bfloat16), seed=0)
                 wide = [a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in arguments]
                 exact = function(*wide, backend="torch")
                 got, peer = (function(*arguments, backend=backend) for backend in ("triton", "torch"))
-                cce.require_as_good(f"{name}, {dtype}, rows {counts}", got, peer, exact, torch.finfo(dtype).eps)
+                slack = 2e-6 if dtype == torch.float32 else 1e-3  # as in 02
+                cce.require_as_good(f"{name}, {dtype}, rows {counts}", got, peer, exact, slack)
 
 
 def check_layer(N=30, D=8, E=5, seed=0):
