@@ -1785,13 +1785,25 @@ def everything():
     return "GPUs, NCCL" if here().type == "cuda" else "the CPU, gloo", errors, rows, notes
 
 
+def in_turn(ways, rounds=5, calls=4):
+    """{way: milliseconds a call}, the median of rounds in which each way has its turn, several calls in a row: clocks
+    drift, and the host launches ahead of the device."""
+    times = {name: [] for name in ways}
+    for way in ways.values():
+        way()
+    for _ in range(rounds):
+        for name, way in ways.items():
+            several = functools.partial(lambda way: [way() for _ in range(calls)], way)
+            times[name].append(base.bench(several, "cuda", warmup=0, runs=2).median / calls)
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
 def measure_products(ledger, R=32768):
     """TFLOP/s of the products over all experts: one launch, the loop, torch's grouped_mm, and one dense product of as
-    many FLOPs; on the way forward, for dX and for dW."""
-    device, cells = torch.device("cuda"), []
-    print(f"\nTFLOP/s of {R} rows over E experts, D = F, bf16: X W^T, dY W, dY^T X;  share: of the dense product's")
-    print(f"{'D':>5}{'E':>5}  {'rows':<8}{'dense':>15}{'loop':>15}{'grouped_mm':>15}{'one launch':>15}{'chosen':>15}"
-          f"{'share':>19}")
+    many FLOPs; on the way forward, for dX and for dW. A star: what experts_product and experts_gradient choose."""
+    device, on, worst, slowest = torch.device("cuda"), functools.partial, [0.0] * 3, 0.0
+    print(f"\nTFLOP/s of {R} rows over E experts, D = F, bf16; X W^T, dY W, dY^T X; share: of dense, what is taken (*)")
+    print(f"{'D':>5}{'E':>5}  {'rows':<10}{'dense':>15}{'grouped_mm':>15}{'loop':>17}{'one launch':>17}{'share':>17}")
     for D in (2048, 4096):
         torch.manual_seed(0)
         x, dy = (torch.randn(R, D, device=device, dtype=torch.bfloat16) for _ in range(2))
@@ -1803,33 +1815,32 @@ def measure_products(ledger, R=32768):
             counts = torch.full((E,), R // E) if kind == "even" else torch.bincount(
                 torch.multinomial(chances, R, True, generator=torch.Generator().manual_seed(0)), minlength=E)
             begin = F.pad(counts.cumsum(0), (1, 0)).to(device)
-            ends, cube = begin[1:].int(), W.view(E, D, D)
-            rows = Rows(begin)
-            on = functools.partial
+            ends, cube, rows = begin[1:].int(), W.view(E, D, D), Rows(begin)
             ways = {
                 "dense": (on(torch.mm, x, W[:D].T), on(torch.mm, dy, W[:D]), on(torch.mm, dy.T, x)),
                 **{name: (on(experts_product, x, W, rows, backend=backend),
                           on(experts_product, dy, W, rows, True, backend=backend),
                           on(experts_gradient, dy, x, rows, backend=backend))
-                   for name, backend in (("loop", "torch"), ("one launch", "triton"), ("chosen", "auto"))},
+                   for name, backend in (("loop", "torch"), ("one launch", "triton"))},
             }
             if hasattr(F, "grouped_mm"):
                 ways["grouped_mm"] = (on(F.grouped_mm, x, cube.transpose(1, 2), offs=ends),
                                       on(F.grouped_mm, dy, cube, offs=ends), on(F.grouped_mm, dy.T, x, offs=ends))
-            rates = {name: [2 * R * D * D / 1e9 / base.bench(way, device, runs=7).median for way in three]
-                     for name, three in ways.items()}
-            share = [mine / dense for mine, dense in zip(rates["chosen"], rates["dense"], strict=True)]
-            print(f"{D:>5}{E:>5}  {kind:<8}" + "".join(
-                f"{' '.join(f'{rate:.0f}' for rate in rates.get(name, ())):>15}"
-                for name in ("dense", "loop", "grouped_mm", "one launch", "chosen"))
-                + f"{' '.join(f'{part:.0%}' for part in share):>19}")
-            cells.append((kind, share, [a / b for a, b in zip(rates["chosen"], rates["loop"], strict=True)]))
+            times = [in_turn({name: three[i] for name, three in ways.items()}) for i in range(3)]
+            chosen = ["loop" if loop_is_faster(R, D, D, E, gradient=i == 2) else "one launch" for i in range(3)]
+            cell = lambda name, D=D, times=times, chosen=chosen: " ".join(  # noqa: E731
+                f"{2 * R * D * D / 1e9 / t[name]:.0f}{'*' * (name == choice)}" if name in t else "-"
+                for t, choice in zip(times, chosen, strict=True))
+            over = [t[choice] / t["dense"] for t, choice in zip(times, chosen, strict=True)]
+            print(f"{D:>5}{E:>5}  {kind:<10}{cell('dense'):>15}{cell('grouped_mm'):>15}{cell('loop'):>17}"
+                  f"{cell('one launch'):>17}{' '.join(f'{1 / ratio:.0%}' for ratio in over):>17}")
+            slowest = max(slowest, *(t[choice] / t["loop"] for t, choice in zip(times, chosen, strict=True)))
+            if kind == "even":
+                worst = [max(pair) for pair in zip(worst, over, strict=True)]
     print()
-    even = [share for kind, share, _ in cells if kind == "even"]
-    for i, (name, band) in enumerate((("X W^T", (0.8, 1.34)), ("dY W", (0.8, 1.34)), ("dY^T X", None))):
-        ledger.row(f"even rows, worst {name}: time", "one dense product", 1.0, 1 / min(s[i] for s in even), "", band)
-    slowest = max(1 / ratio for _, _, ratios in cells for ratio in ratios)
-    ledger.row("all rows, worst product: time", "the loop", 1.0, slowest, "", (0, 1.15))  # one code, two timings: 10 %
+    for name, ratio, band in zip(("X W^T", "dY W", "dY^T X"), worst, ((0.8, 1.34), (0.8, 1.34), None), strict=True):
+        ledger.row(f"even rows, worst {name}: time", "one dense product", 1.0, ratio, "", band)
+    ledger.row("all rows, worst product: time", "the loop", 1.0, slowest, "", (0, 1.05))
 
 
 def study(jobs):
