@@ -234,7 +234,8 @@ class Balance:
 #
 # What it costs: 2 R M K FLOPs whatever the routing, and all matrices once: E M K elements read, or, as gradients,
 # written: 2 R / E FLOPs an element. With 256 rows an expert that is 256 a byte in bf16, about what an H200's products
-# need to be kept busy (206: 989 TFLOP/s over 4.8 TB/s): small experts' gradients are bound by writing them.
+# need to be kept busy (206: 989 TFLOP/s over 4.8 TB/s). So small experts' gradients are fast only where a tile is
+# written while the next one is summed; in this kernel a tile costs 4.5 us beside its sum, which is 3 us for 256 rows.
 
 TILES = {
     "16-bit": dict(BLOCK_R=128, BLOCK_M=256, BLOCK_K=64, num_warps=8, num_stages=4),
