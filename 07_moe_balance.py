@@ -891,10 +891,11 @@ class ExpertParallel:
     """What expert_parallel puts into a layer for run_here: x (N, D), an Order -> the rows of outputs, and their Order.
 
     policy(loads (E,), n) -> (n, E), which rank computes how many of each expert's rows. plan: the last one. wires: a
-    group of the same ranks for what must not wait for the exchange of rows, nor hold it up."""
+    group of the same ranks for what must not wait for the exchange of rows, nor hold it up: matrices that are lent."""
 
     def __init__(self, group, policy):
-        self.group, self.policy, self.wires, self.plan = group, policy, twin(group), None
+        self.group, self.policy, self.plan = group, policy, None
+        self.wires = None if policy is at_home else twin(group)
 
     def __call__(self, x, order, moe):
         n, me = size(self.group), rank_in(self.group)
@@ -909,7 +910,7 @@ class ExpertParallel:
         starts = before(counts[me]) + before(cube[me])  # (n, E)
         order = reordered(order, starts[ranks], cube[me][ranks])
         rows = take(x, order)
-        work = Loans(self.plan, mine, borrowed, self.wires, x.device)
+        work = Loans(self.plan, me, mine, borrowed, self.wires, x.device)
         work.start(moe.matrices(x.dtype))  # while the device copies rows
         rows = parallel.exchange(rows, give, arriving, self.group)
         # They arrive by source, then expert, and are wanted by expert, own ones before borrowed ones, then source.
@@ -1021,11 +1022,11 @@ POLICIES = {"ep": at_home, "llep": least_loaded}
 
 
 class Loans(Work):
-    """The Work of a rank by a plan (n, E): rows of its own experts `mine`, then of those that it borrows. Owner and
-    borrower send matrices to each other, nobody else takes part."""
+    """The Work of rank `me` by a plan (n, E): rows of its own experts `mine`, then of those that it borrows. Owner and
+    borrower send matrices to each other over the group, nobody else takes part."""
 
-    def __init__(self, plan, mine, borrowed, group, device):
-        me, self.group = rank_in(group), group
+    def __init__(self, plan, me, mine, borrowed, group, device):
+        self.group = group
         bounds = [(0, *plan[me, experts].cumsum().tolist()) for experts in (mine, borrowed)]
         begin = torch.tensor([*bounds[0], *bounds[1]], device=device).split([len(mine) + 1, len(borrowed) + 1])
         own, self.borrowed = map(Rows, begin, bounds)
@@ -1737,7 +1738,7 @@ def measure_policies(D=4096, F_=4096, hots=(1, 4, 8), E=32, N=16384, K=2):
     torch.manual_seed(dist.get_rank())
     x, dy = torch.randn(N, D, **options, requires_grad=True), torch.randn(N, D, **options)
     moe = MoE(D, F_, E, K).to(here(), torch.bfloat16)
-    expert_parallel(moe, group)
+    expert_parallel(moe, group, "llep")
     notes = [f"{E} experts of {D} x {F_}, {N} tokens a rank, top {K}, bf16, hot ones on rank 0; forward and backward",
              "(choices are drawn one by one: loads, not a routing; ratio: EP's largest load over the mean)",
              "of choices, on experts            ratio   EP ms   LLEP ms   speed-up   of the ratio   peak memory"]
