@@ -867,7 +867,7 @@ def spans(starts, lengths, device):
     """start, start + 1, ... of each span, one after the other: (sum of lengths,) int64."""
     starts, lengths = starts.ravel(), lengths.ravel()
     total = int(lengths.sum())
-    both = torch.from_numpy(np.stack((starts - (lengths.cumsum() - lengths), lengths))).to(device)
+    both = torch.from_numpy(np.stack((starts - before(lengths), lengths))).to(device)
     first = torch.repeat_interleave(both[0], both[1], output_size=total)
     return first + torch.arange(total, device=device)
 
@@ -1168,7 +1168,7 @@ def train_on_domains(kind, seed, steps, batch=4, T=64, **options):
         loss = cce.linear_cross_entropy(model(x), model.classifier, y)
         if kind == "micro":
             parts = [part for layer in balance.layers for part in of_micro_batches(layer.routing, len(texts))]
-            loss = loss + 3e-2 * sum(map(balance_loss, parts)) / len(texts)
+            loss = loss + balance.coefficient * sum(map(balance_loss, parts)) / len(texts)
         (loss + balance.loss()).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -1862,7 +1862,6 @@ def print_study(seeds, steps, all_kinds):
               "bias": ("bias", FINE), "  BigMac, global batch": ("global", SMALL)}
     chosen = labels if all_kinds else {name: labels[name] for name in ("micro-batch", "global batch")}
     jobs = [(name, kind, seed, steps, options) for name, (kind, options) in chosen.items() for seed in seeds]
-    domain_texts()
     found = in_ranks("study", min(len(jobs), os.cpu_count() or 1), jobs, device="cpu", timeout=3600, stage=globals())
     print(f"\nstudy: 8 experts, top 2, 2 layers, {steps} steps, seeds {', '.join(map(str, seeds))}; text: "
           f"{', '.join(DOMAINS)}; a micro-batch has one of them")

@@ -721,8 +721,9 @@ def save_checkpoint(out, step, model, optimizer, args, data, world):
     Workers that train apart save at the same step: each its optimizer and 06's state, in a file of its own; the model
     in the first is the synchronised one. The JSON has checksums of all."""
     name, members = Path(out) / f"step_{step:08d}", world.members
-    state = dict(model={name: collected(t, dict(model.named_parameters()).get(name), world.experts)
-                        for name, t in model.state_dict().items()}, optimizer=optimizer.state_dict())
+    own = dict(model.named_parameters())
+    whole = {key: collected(t, own.get(key), world.experts) for key, t in model.state_dict().items()}
+    state = dict(model=whole, optimizer=optimizer.state_dict())
     if not (world.main or world.sync):
         return
     if world.main:
