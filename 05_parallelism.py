@@ -1543,8 +1543,9 @@ class _Exchange(torch.autograd.Function):
         me, out = rank_in(group), x.new_empty(sum(take), x.shape[1])
         away, arriving = len(x) - give[me], len(out) - take[me]
         give, take = ([0 if r == me else count_ for r, count_ in enumerate(counts)] for counts in (give, take))
-        dist.all_to_all_single(out[:arriving], x[:away].contiguous(), take, give, group=group)
-        out[arriving:] = x[away:]
+        travel = dist.all_to_all_single(out[:arriving], x[:away].contiguous(), take, give, group=group, async_op=True)
+        out[arriving:] = x[away:]  # meanwhile
+        travel.wait()
         sent["all-to-all"] += away * x.shape[1] * x.itemsize
         return out
 

@@ -235,12 +235,12 @@ class Balance:
 # What it costs: 2 R M K FLOPs whatever the routing, and all matrices once: E M K elements read, or, as gradients,
 # written: 2 R / E FLOPs an element. With 256 rows an expert that is 256 a byte in bf16, about what an H200's products
 # need to be kept busy (206: 989 TFLOP/s over 4.8 TB/s). So small experts' gradients are fast only where a tile is
-# written while the next one is summed; in this kernel a tile costs 4.5 us beside its sum, which is 3 us for 256 rows.
+# written while others are summed.
 
 TILES = {
     "16-bit": dict(BLOCK_R=128, BLOCK_M=256, BLOCK_K=64, num_warps=8, num_stages=4),
     "32-bit": dict(BLOCK_R=64, BLOCK_M=64, BLOCK_K=32, num_warps=4, num_stages=2),
-    "16-bit gradient": dict(BLOCK_R=64, BLOCK_M=128, BLOCK_K=256, num_warps=8, num_stages=3),
+    "16-bit gradient": dict(BLOCK_R=32, BLOCK_M=128, BLOCK_K=128, num_warps=4, num_stages=5),
     "32-bit gradient": dict(BLOCK_R=32, BLOCK_M=64, BLOCK_K=64, num_warps=4, num_stages=2),
 }
 if INTERPRETED:
@@ -248,15 +248,14 @@ if INTERPRETED:
 
 
 def loop_is_faster(R, M, K, E, gradient):
-    """Whether to take the library's product for each of E experts with R / E rows, by what both take on an H200: a call
-    25 us, or its FLOPs at 670 TFLOP/s; the product's kernel is behind from 4096 rows an expert on; the gradient's takes
-    4.5 us a tile and 12 ns a row of it."""
+    """Whether to take the library's product for each of E experts with R / E rows, by what both take on an H200. The
+    product's kernel is as fast; with 1e11 FLOPs an expert, the library's tiles are chosen for the size. A gradient from the library takes 28 us, or its FLOPs at 720
+    TFLOP/s and 0.75 ps an element of it; the kernel makes 264 tiles at a time, each in 3.3 us and 12.9 ns a row."""
     rows = R / E
     flops = 2 * rows * M * K
     if not gradient:
-        return rows >= 4096 and flops >= 3e10
-    waves = M * K / (128 * 256 * 132)  # of an expert's tiles over the multiprocessors
-    return max(25e-6, flops / 6.7e14) < waves * (4.5e-6 + 12e-9 * rows)
+        return flops >= 1e11
+    return max(28e-6, flops / 7.2e14 + 7.5e-13 * M * K) < M * K / (128 * 128 * 264) * (3.3e-6 + 12.9e-9 * rows)
 
 
 class Tiles(NamedTuple):
@@ -269,16 +268,28 @@ class Tiles(NamedTuple):
 
 
 class Rows:
-    """Where each expert's rows are: begin (E + 1,) int64 on the device. The same on the host (bounds, which waits for
-    the device), and as tiles, is made when somebody asks, once."""
+    """Where each expert's rows are: begin (E + 1,) int64 on the device. The same on the host (bounds), and as tiles, is
+    made when somebody asks, once. Bounds set out for the host at once: whoever wants them in backward need not wait."""
 
     def __init__(self, begin, bounds=None):
         self.begin, self.experts, self.on_host, self.tables = begin, len(begin) - 1, bounds, {}
+        if bounds is None:
+            self.copy, self.copied = begin.to("cpu", non_blocking=True), begin.is_cuda and torch.cuda.Event()
+            if self.copied:
+                self.copied.record()
 
     @property
     def bounds(self):
-        self.on_host = self.on_host or tuple(self.begin.tolist())
+        if self.on_host is None:
+            if self.copied:
+                self.copied.synchronize()
+            self.on_host = tuple(self.copy.tolist())
         return self.on_host
+
+    @functools.cached_property
+    def by_size(self):
+        """(E,) int64, the experts, that with most rows first."""
+        return self.begin.diff().argsort(descending=True)
 
     def spans(self):
         """(expert, slice of its rows)."""
@@ -346,33 +357,36 @@ def product_kernel(
 
 @triton.jit
 def gradient_kernel(
-    dY, X, out, OUT, begin, order, E, M, K, stride_dy, stride_x, FETCHED: tl.constexpr,
+    dY, X, out, begin, order, M, K, stride_dy, stride_x, FETCHED: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
-    """out (E M, K): dY_e^T X_e. A tile of an expert is a sum over its rows: those of the fullest expert take longest
-    and are started first (order). FETCHED: X and OUT are descriptors; one of dY is made here for each tile: it ends
-    with the expert's last row, so that zeros arrive for what follows (a mask took up to a sixth longer)."""
+    """out (E M, K): dY_e^T X_e. A program makes one tile of an expert, a sum over its rows; those of the fullest expert
+    take longest and are started first (order). Tiles are small enough for two programs to share a multiprocessor: while
+    one stores, the other multiplies. FETCHED: dY and X are descriptors, which know nothing of experts: of the block
+    that crosses an expert's last row the next one's are masked. (A descriptor that ends there, made here, took up to a
+    fifth longer where experts are small.)"""
     tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(K, BLOCK_K)
-    for index in tl.range(tl.program_id(0), E * tiles, tl.num_programs(0), flatten=True):
-        e = tl.load(order + index // tiles)
-        start, stop = tl.load(begin + e).to(tl.int32), tl.load(begin + e + 1).to(tl.int32)
-        down, right = tile_at(index % tiles, tl.cdiv(M, BLOCK_M), tl.cdiv(K, BLOCK_K))
-        down, right = down * BLOCK_M, right * BLOCK_K
-        rows, cols = down + tl.arange(0, BLOCK_M), right + tl.arange(0, BLOCK_K)
-        acc = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
-        if FETCHED:
-            mine = tl.make_tensor_descriptor(dY, [stop, M], [stride_dy, 1], [BLOCK_R, BLOCK_M])
-            for at in range(start, stop, BLOCK_R):
-                acc = dot(tl.trans(mine.load([at, down])), X.load([at, right]), acc)
-            OUT.store([e.to(tl.int32) * M + down, right], acc.to(OUT.dtype))
-        else:
-            for at in range(start, stop, BLOCK_R):
-                tokens = at + tl.arange(0, BLOCK_R)
-                dy = load_tile(dY, tokens, rows, stop, M, stride_dy)  # (BLOCK_R, BLOCK_M)
-                acc = dot(tl.trans(dy), load_tile(X, tokens, cols, stop, K, stride_x), acc)
-            inside = (rows < M)[:, None] & (cols < K)[None, :]
-            to = (e.to(tl.int64) * M + rows)[:, None] * K + cols[None, :]
-            tl.store(out + to, acc.to(out.dtype.element_ty), mask=inside)
+    e = tl.load(order + tl.program_id(0) // tiles)
+    start, stop = tl.load(begin + e).to(tl.int32), tl.load(begin + e + 1).to(tl.int32)
+    down, right = tile_at(tl.program_id(0) % tiles, tl.cdiv(M, BLOCK_M), tl.cdiv(K, BLOCK_K))
+    down, right = down * BLOCK_M, right * BLOCK_K
+    rows, cols = down + tl.arange(0, BLOCK_M), right + tl.arange(0, BLOCK_K)
+    acc = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
+    if FETCHED:
+        whole = stop - (stop - start) % BLOCK_R
+        for at in range(start, whole, BLOCK_R):
+            acc = dot(tl.trans(dY.load([at, down])), X.load([at, right]), acc)
+        if whole < stop:
+            dy, mine = dY.load([whole, down]), (whole + tl.arange(0, BLOCK_R) < stop)[:, None]  # (BLOCK_R, BLOCK_M)
+            acc = dot(tl.trans(tl.where(mine, dy, 0.0).to(dy.dtype)), X.load([whole, right]), acc)
+    else:
+        for at in range(start, stop, BLOCK_R):
+            tokens = at + tl.arange(0, BLOCK_R)
+            dy = load_tile(dY, tokens, rows, stop, M, stride_dy)  # (BLOCK_R, BLOCK_M)
+            acc = dot(tl.trans(dy), load_tile(X, tokens, cols, stop, K, stride_x), acc)
+    inside = (rows < M)[:, None] & (cols < K)[None, :]
+    to = (e.to(tl.int64) * M + rows)[:, None] * K + cols[None, :]
+    tl.store(out + to, acc.to(out.dtype.element_ty), mask=inside)
 
 
 def choose_backend(a, b, backend, *sizes):
@@ -418,23 +432,15 @@ def experts_gradient(dy, x, rows, dtype=None, backend="auto"):
         return gradient_by_loop(dy, x, rows, dtype)
     dy, x, options = cce.rows_contiguous(dy), cce.rows_contiguous(x), tile_options(x, " gradient")
     out = torch.empty(E * M, K, dtype=dtype, device=x.device)
-    # A tile that crossed an expert's last row of dW would be written over the next one's.
-    fetched = cce.takes_descriptors(dy, x, out) and M % options["BLOCK_M"] == 0
-    to, stride = out, x.stride(0)
+    operands, fetched = (dy, x), cce.takes_descriptors(dy, x)
     if fetched:
-        x = TensorDescriptor.from_tensor(x, [options["BLOCK_R"], options["BLOCK_K"]])
-        to = TensorDescriptor.from_tensor(out, [options["BLOCK_M"], options["BLOCK_K"]])
-        triton.set_allocator(scratch)  # it belongs to a thread, and backward has its own
-    order = rows.begin.diff().argsort(descending=True)
-    gradient_kernel[cce.programs(out)](
-        dy, x, out, to, rows.begin, order, E, M, K, dy.stride(0), stride, FETCHED=fetched, **options
+        operands = (TensorDescriptor.from_tensor(dy, [options["BLOCK_R"], options["BLOCK_M"]]),
+                    TensorDescriptor.from_tensor(x, [options["BLOCK_R"], options["BLOCK_K"]]))
+    tiles = triton.cdiv(M, options["BLOCK_M"]) * triton.cdiv(K, options["BLOCK_K"])  # of an expert
+    gradient_kernel[(E * tiles,)](
+        *operands, out, rows.begin, rows.by_size, M, K, dy.stride(0), x.stride(0), FETCHED=fetched, **options
     )
     return out
-
-
-def scratch(size_, alignment, stream):
-    """Memory on the GPU for descriptors that a kernel makes."""
-    return torch.empty(size_, dtype=torch.int8, device="cuda")
 
 
 # Between the products rows are moved: copied to their experts, summed on the way back, and the same for gradients.
@@ -536,7 +542,7 @@ class _Combine(torch.autograd.Function):
 
 # FORGE, 04: forge(model) gives a weight a state. After arm(lr, step) backward takes the optimizer's step itself and
 # leaves no gradient; after stash() it keeps what dW is a product of (a factor). Here dW is complete only when the parts
-# of section 6 have come home, so the step is taken at the end of backward, expert by expert.
+# of section 6 have come home, so the step is taken at the end of backward.
 
 
 class Experts(nn.Module):
@@ -595,25 +601,31 @@ class ExpertFactor(NamedTuple):
                 factor.write(state, out[first - top : last - top], first - e * M, left, add or i > 0)
 
 
-def expert_update(state, dY, X, work, parts, dtype):
-    """What backward makes of the gradient of Experts.weight, all parts of it at hand: dW (E M, K), if the weight is not
-    forged or not armed. Else None: its factor is kept, or the step is taken, expert by expert, fused with the product
-    or slab by slab as 04's plan_update chooses for its tokens."""
+def expert_update(state, dY, X, work, parts, arriving, dtype):
+    """What backward makes of the gradient of Experts.weight, with the parts of it that are arriving: dW (E M, K), if
+    the weight is not forged or not armed. Else None: its factor is kept, or the step is taken: for as many experts at a
+    time as fit into a slab, or for each one fused with the product or in slabs, as 04's plan_update has it."""
     M, K, handle = dY.shape[1], X.shape[1], state and state.handle
     if not (state and (handle.armed or handle.stashing)):
         gradient = experts_gradient(dY, X, work.own, dtype)  # (E M, K)
+        wait_for(arriving)
         for part, e in zip(parts, work.part_of, strict=True):
             gradient[e * M : (e + 1) * M] += part
         return gradient
+    wait_for(arriving)
     factor = ExpertFactor(dY, X, parts, work.own.bounds, work.part_of)
     if handle.stashing:
         return state.keep(factor)
     state.refuse_second()
     state.updated = True
+    sizes = handle.slab_bytes, handle.gradient.itemsize
+    together = sizes[0] // (sizes[1] * M * K)  # experts whose gradients fit into a slab
+    if together > 1 and handle.rung != "fused" and not work.part_of:
+        state.plan = forging.Plan("slab", together * M, K, together * M * K * sizes[1])
+        return state.step_in_slabs([factor], together * M, K)
     for e in range(len(factor.bounds) - 1):
         product, *others = factors = factor.of_expert(e)
         rung = "slab" if others or handle.rung == "hook" else handle.rung  # a sum cannot be fused
-        sizes = handle.slab_bytes, handle.gradient.itemsize
         plan = state.plan = forging.plan_update(M, K, len(product.X), handle.layout, rung, *sizes)
         if plan.rung == "fused":
             state.step_fused(*product, row=e * M)
@@ -647,19 +659,21 @@ class _ExpertMLP(torch.autograd.Function):
                 state.used(use, seen)
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
             weights, active, dy = [w.to(x.dtype) for w in (up, down)], F.gelu(hidden), dy.contiguous()
-            dhidden = products(dy, weights[1], borrowed[1], [], work, transposed=True)  # (R, F)
-            dhidden = torch.ops.aten.gelu_backward(dhidden, hidden)
-            pairs = [(dhidden, x), (dy, active)]  # dW of up, of down
-            # While gradients of borrowed experts travel home, this rank goes on. A step sums them in fp32.
+            # Gradients of borrowed experts are made as early as they can be, and travel home while this rank goes on.
+            # A step sums them in fp32.
             forged = [state and (state.handle.armed or state.handle.stashing) for state in ctx.states]
             dtypes = [torch.float32 if f else w.dtype for f, w in zip(forged, (up, down), strict=True)]
-            home = [work.give_back(d[own:], a[own:], dtype) for (d, a), dtype in zip(pairs, dtypes, strict=True)]
+            of_down = work.give_back(dy[own:], active[own:], dtypes[1])
+            dhidden = products(dy, weights[1], borrowed[1], [], work, transposed=True)  # (R, F)
+            dhidden = torch.ops.aten.gelu_backward(dhidden, hidden)
+            of_up = work.give_back(dhidden[own:], x[own:], dtypes[0])
             dx = products(dhidden, weights[0], borrowed[0], [], work, transposed=True)  # (R, D): before the update
             updates = [None, None]
-            for i, ((d, a), (parts, handles)) in enumerate(zip(pairs, home, strict=True)):
-                wait_for(handles)
+            for i, d, a, home in (1, dy, active, of_down), (0, dhidden, x, of_up):
                 if cce.wanted(ctx, 1 + i):
-                    updates[i] = expert_update(ctx.states[i], d[:own], a[:own], work, parts, (up, down)[i].dtype)
+                    updates[i] = expert_update(ctx.states[i], d[:own], a[:own], work, *home, (up, down)[i].dtype)
+                else:
+                    wait_for(home[1])
         return dx, *updates, None, None, None
 
 
@@ -867,9 +881,14 @@ def spans(starts, lengths, device):
     """start, start + 1, ... of each span, one after the other: (sum of lengths,) int64."""
     starts, lengths = starts.ravel(), lengths.ravel()
     total = int(lengths.sum())
-    both = torch.from_numpy(np.stack((starts - before(lengths), lengths))).to(device)
+    both = to_device(np.stack((starts - before(lengths), lengths)), device)
     first = torch.repeat_interleave(both[0], both[1], output_size=total)
     return first + torch.arange(total, device=device)
+
+
+def to_device(numbers, device):
+    """A tensor of a few numbers. The host goes on at once; else it would wait for all that the device has to do."""
+    return torch.as_tensor(numbers).to(device, non_blocking=True)
 
 
 def before(x, axis=0):
@@ -924,8 +943,13 @@ class ExpertParallel:
 @functools.cache
 def twin(group):
     """Another group of the same ranks. All of them call it."""
-    ranks = group and dist.get_process_group_ranks(group)
-    return group and dist.new_group(ranks, use_local_synchronization=True)
+    if group is None:
+        return None
+    options = None
+    if dist.get_backend(group) == "nccl":  # 16 blocks send as fast as the usual 32; each takes 36 MiB of a GPU's memory
+        options = dist.ProcessGroupNCCL.Options()
+        options.config.max_ctas = 16
+    return dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True, pg_options=options)
 
 
 def in_a_line(starts, lengths):
@@ -1028,7 +1052,7 @@ class Loans(Work):
     def __init__(self, plan, me, mine, borrowed, group, device):
         self.group = group
         bounds = [(0, *plan[me, experts].cumsum().tolist()) for experts in (mine, borrowed)]
-        begin = torch.tensor([*bounds[0], *bounds[1]], device=device).split([len(mine) + 1, len(borrowed) + 1])
+        begin = to_device([*bounds[0], *bounds[1]], device).split([len(mine) + 1, len(borrowed) + 1])
         own, self.borrowed = map(Rows, begin, bounds)
         super().__init__(own, bounds[0][-1])
         owner = owners(plan.shape[1], len(plan))
@@ -1488,7 +1512,7 @@ def check_least_loaded(seeds=60):
     require(np.allclose(ratios, (3.06, 4.47, 6.59, 7.65), atol=0.01), f"one hot expert of 128 on 8 GPUs: {ratios}")
 
 
-def train_forged(policy, layout=None, dtype=torch.float32, steps=3, stash=False):
+def train_forged(policy, layout=None, dtype=torch.float32, steps=3, stash=False, **options):
     """{name: this rank's experts' weights after some steps of SGD on all ranks' tokens; dx: the last step's gradient of
     its tokens}. layout None: by torch, on one process; policy None: forged, on one process."""
     n, me = dist.get_world_size(), dist.get_rank()
@@ -1502,7 +1526,7 @@ def train_forged(policy, layout=None, dtype=torch.float32, steps=3, stash=False)
     moe.router.requires_grad_(False)  # of this rank's tokens alone
     origins = expert_parallel(moe, group, policy) if policy else {}
     if layout:
-        handle = forging.forge(moe, forging.SGD(momentum=0.9), layout, origins=origins, data_parallel=1)
+        handle = forging.forge(moe, forging.SGD(momentum=0.9), layout, origins=origins, data_parallel=1, **options)
     else:
         optimizer = torch.optim.SGD([moe.up.weight, moe.down.weight], 0.1, momentum=0.9)
     mine, lent = me if policy else slice(None), 0
@@ -1529,15 +1553,18 @@ def train_forged(policy, layout=None, dtype=torch.float32, steps=3, stash=False)
 
 @on_ranks
 def check_forged_experts():
-    """FORGE on experts, plain and least-loaded: armed and by kept factors. Three steps of SGD in fp32, and the last dX
-    (which must be of the old weights), are as close to fp64's as torch's on one process; with fp32 masters of bf16
-    weights as close as those of one forged process."""
+    """FORGE on experts, plain and least-loaded: armed, by each of 04's rungs, and by kept factors. Three steps of SGD in
+    fp32, and the last dX (which must be of the old weights), are as close to fp64's as torch's on one process; with
+    fp32 masters of bf16 weights as close as those of one forged process."""
     exact, peer = (train_forged(None, dtype=dtype) for dtype in (torch.float64, torch.float32))
     masters = train_forged(None, "master")
     for policy, stash in itertools.product(("ep", LLEP), (False, True)):
         name = f"forged experts, {'EP' if policy == 'ep' else 'LLEP'}, stash {stash}"
         parallel.as_good(name, torch.float32, train_forged(policy, "fp32", stash=stash), peer, exact)
         parallel.as_good(f"{name}, masters", torch.float32, train_forged(policy, "master", stash=stash), masters, exact)
+    for rung, backend in forging.rungs(here()):
+        found = train_forged("ep", "fp32", rung=rung, backend=backend)
+        parallel.as_good(f"forged experts, {rung}, {backend}", torch.float32, found, peer, exact)
 
 
 def check_recompute():
@@ -1641,9 +1668,10 @@ def _changed_weight(x, own, borrowed, handles, work, transposed=False, make=prod
     return make(x, own if not transposed else own * 1.001, borrowed, handles, work, transposed)
 
 
-def _before_the_others(state, dY, X, work, parts, dtype, update=expert_update):
+def _before_the_others(state, dY, X, work, parts, arriving, dtype, update=expert_update):
     """The step is taken before the borrowers' gradients are there."""
-    return update(state, dY, X, Work(work.own, work.count), parts[:0], dtype)
+    wait_for(arriving)
+    return update(state, dY, X, Work(work.own, work.count), parts[:0], [], dtype)
 
 
 def _in_order(counts, plan, table=table):
