@@ -248,9 +248,11 @@ if INTERPRETED:
 
 
 def loop_is_faster(R, M, K, E, gradient):
-    """Whether to take the library's product for each of E experts with R / E rows, by what both take on an H200. The
-    product's kernel is as fast; with 1e11 FLOPs an expert, the library's tiles are chosen for the size. A gradient from the library takes 28 us, or its FLOPs at 720
-    TFLOP/s and 0.75 ps an element of it; the kernel makes 264 tiles at a time, each in 3.3 us and 12.9 ns a row."""
+    """Whether to take the library's product for each of E experts with R / E rows, by what both take on an H200.
+
+    One launch of all products is as fast, and nobody waits for sizes; above 1e11 FLOPs an expert the library is faster
+    (a fifth at 5e11). A gradient takes the library 28 us, or its FLOPs at 720 TFLOP/s and 0.75 ps an element of it; the
+    kernel makes 264 tiles at a time, each in 3.3 us and 12.9 ns a row."""
     rows = R / E
     flops = 2 * rows * M * K
     if not gradient:
@@ -362,9 +364,9 @@ def gradient_kernel(
 ):
     """out (E M, K): dY_e^T X_e. A program makes one tile of an expert, a sum over its rows; those of the fullest expert
     take longest and are started first (order). Tiles are small enough for two programs to share a multiprocessor: while
-    one stores, the other multiplies. FETCHED: dY and X are descriptors, which know nothing of experts: of the block
-    that crosses an expert's last row the next one's are masked. (A descriptor that ends there, made here, took up to a
-    fifth longer where experts are small.)"""
+    one stores, the other multiplies. FETCHED: dY and X are descriptors, which know nothing of experts: in the block
+    that crosses an expert's last row, dY is 0 for the next one's. (A descriptor that ends there, made here, took up to
+    a fifth longer where experts are small.)"""
     tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(K, BLOCK_K)
     e = tl.load(order + tl.program_id(0) // tiles)
     start, stop = tl.load(begin + e).to(tl.int32), tl.load(begin + e + 1).to(tl.int32)
@@ -1553,8 +1555,8 @@ def train_forged(policy, layout=None, dtype=torch.float32, steps=3, stash=False,
 
 @on_ranks
 def check_forged_experts():
-    """FORGE on experts, plain and least-loaded: armed, by each of 04's rungs, and by kept factors. Three steps of SGD in
-    fp32, and the last dX (which must be of the old weights), are as close to fp64's as torch's on one process; with
+    """FORGE on experts, plain and least-loaded: armed, by each of 04's rungs, and by kept factors. Three steps of SGD
+    in fp32, and the last dX (which must be of the old weights), are as close to fp64's as torch's on one process; with
     fp32 masters of bf16 weights as close as those of one forged process."""
     exact, peer = (train_forged(None, dtype=dtype) for dtype in (torch.float64, torch.float32))
     masters = train_forged(None, "master")
