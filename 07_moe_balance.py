@@ -146,25 +146,27 @@ def capacity_of(factor, N, K, E):
 
 
 def counts_of(experts, E):
-    """(N, K) -> (E,) int64, how often each was chosen."""
-    return torch.zeros(E, dtype=torch.int64, device=experts.device).scatter_add_(
-        0, experts.flatten(), torch.ones_like(experts.flatten()))
+    """(..., N, K) -> (..., E) int64, how often each was chosen."""
+    chosen = experts.flatten(-2)
+    counts = torch.zeros(*chosen.shape[:-1], E, dtype=torch.int64, device=experts.device)
+    return counts.scatter_add_(-1, chosen, torch.ones_like(chosen))
 
 
 def balance_loss(routing, counts=None):
-    """E sum_e f_e p_e, a scalar; 1 if all is equal. f from `counts` (E,), p the mean score of these tokens.
+    """E sum_e f_e p_e, a scalar; 1 if all is equal. f from `counts` (E,), p the mean score of these tokens. Tensors of
+    several layers, stacked: their sum.
 
     counts None: of these tokens, Switch's loss of a micro-batch. Counts of all ranks' tokens (global_counts) make it
     the loss of the global batch: ranks with equally many tokens then have gradients whose mean is its gradient."""
-    E = routing.scores.shape[1]
+    N, E = routing.scores.shape[-2:]
     counts = counts_of(routing.experts, E) if counts is None else counts
-    share = counts.to(routing.scores.dtype) / counts.sum().clamp(min=1)  # (E,)
-    return E * (share * routing.scores.sum(0)).sum() / max(1, len(routing.scores))
+    share = counts.to(routing.scores.dtype) / counts.sum(-1, keepdim=True).clamp(min=1)  # (..., E)
+    return E * (share * routing.scores.sum(-2)).sum() / max(1, N)
 
 
 def z_loss(routing):
-    """Mean of logsumexp(logits)^2, which keeps them small, a scalar. 2202.08906."""
-    return routing.logits.logsumexp(-1).square().sum() / max(1, len(routing.logits))
+    """Mean of logsumexp(logits)^2, which keeps them small, a scalar; of several layers the sum. 2202.08906."""
+    return routing.logits.logsumexp(-1).square().sum() / max(1, routing.logits.shape[-2])
 
 
 def global_counts(counts, group):
@@ -204,13 +206,13 @@ class Balance:
         """A scalar, the sum over layers of each one's mean over the tokens of its last forward pass, on this rank.
         ValueError if there was none since the last call."""
         routings = [layer.take_routing() for layer in self.layers]
-        counts = torch.stack([counts_of(r.experts, r.scores.shape[1]) for r in routings])  # (layers, E)
+        routing = Routing(*map(torch.stack, zip(*routings, strict=True)))  # of all layers: fewer kernels, larger ones
+        counts = counts_of(routing.experts, routing.scores.shape[-1])  # (layers, E)
         everywhere = global_counts(counts, self.group)
         self.seen = everywhere if self.seen is None else self.seen + everywhere
-        total = sum(self.z * z_loss(r) for r in routings)
+        total = self.z * z_loss(routing)
         if self.kind in ("global", "micro"):
-            chosen = self.seen if self.kind == "global" else counts
-            total = total + sum(self.coefficient * balance_loss(r, c) for r, c in zip(routings, chosen, strict=True))
+            total = total + self.coefficient * balance_loss(routing, self.seen if self.kind == "global" else counts)
         return total
 
     def step(self):
@@ -1204,8 +1206,8 @@ def train_on_domains(kind, seed, steps, batch=4, T=64, **options):
     loss = cce.linear_cross_entropy(model(x), model.classifier, y).item()  # with gradients, so that routings are kept
     tables = []
     for layer in balance.layers:
-        experts = layer.take_routing().experts.view(len(others), -1)  # (domains, tokens K)
-        tables.append(torch.stack([counts_of(part, layer.experts) for part in experts]))  # (domains, E)
+        experts = layer.take_routing().experts.view(len(others), -1, layer.top_k)  # (domains, tokens, K)
+        tables.append(counts_of(experts, layer.experts))  # (domains, E)
     bits, uneven = map(mutual_information, tables), (max_violation(t.sum(0)).item() for t in tables)
     return Found(loss, statistics.mean(bits), statistics.mean(uneven), sum(map(torch.numel, model.parameters())))
 
