@@ -206,10 +206,11 @@ class Balance:
         """A scalar, the sum over layers of each one's mean over the tokens of its last forward pass, on this rank.
         ValueError if there was none since the last call."""
         routings = [layer.take_routing() for layer in self.layers]
-        routing = Routing(*map(torch.stack, zip(*routings, strict=True)))  # of all layers: fewer kernels, larger ones
-        counts = counts_of(routing.experts, routing.scores.shape[-1])  # (layers, E)
+        counts = torch.stack([counts_of(r.experts, r.scores.shape[1]) for r in routings])  # (layers, E)
         everywhere = global_counts(counts, self.group)
         self.seen = everywhere if self.seen is None else self.seen + everywhere
+        # Of all layers at once: fewer kernels, larger ones.
+        routing = Routing(*(torch.stack(parts) for parts in list(zip(*routings, strict=True))[:2]), None, None)
         total = self.z * z_loss(routing)
         if self.kind in ("global", "micro"):
             total = total + self.coefficient * balance_loss(routing, self.seen if self.kind == "global" else counts)
@@ -367,8 +368,8 @@ def gradient_kernel(
     """out (E M, K): dY_e^T X_e. A program makes one tile of an expert, a sum over its rows; those of the fullest expert
     take longest and are started first (order). Tiles are small enough for two programs to share a multiprocessor: while
     one stores, the other multiplies. FETCHED: dY and X are descriptors, which know nothing of experts: in the block
-    that crosses an expert's last row, dY is 0 for the next one's. (A descriptor that ends there, made here, took up to
-    a fifth longer where experts are small.)"""
+    that crosses an expert's last row, dY is 0 for the next one's (an infinite x of theirs still spoils the sum, and
+    the step is lost). A descriptor that ends there, made here, took up to a fifth longer where experts are small."""
     tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(K, BLOCK_K)
     e = tl.load(order + tl.program_id(0) // tiles)
     start, stop = tl.load(begin + e).to(tl.int32), tl.load(begin + e + 1).to(tl.int32)
@@ -607,8 +608,8 @@ class ExpertFactor(NamedTuple):
 
 def expert_update(state, dY, X, work, parts, arriving, dtype):
     """What backward makes of the gradient of Experts.weight, with the parts of it that are arriving: dW (E M, K), if
-    the weight is not forged or not armed. Else None: its factor is kept, or the step is taken: for as many experts at a
-    time as fit into a slab, or for each one fused with the product or in slabs, as 04's plan_update has it."""
+    the weight is not forged or not armed. Else None: its factor is kept, or the step is taken, as 04 plans it: in slabs
+    of the whole weight; or, if experts are larger than a slab or have parts, each by itself, in slabs or fused."""
     M, K, handle = dY.shape[1], X.shape[1], state and state.handle
     if not (state and (handle.armed or handle.stashing)):
         gradient = experts_gradient(dY, X, work.own, dtype)  # (E M, K)
@@ -623,10 +624,9 @@ def expert_update(state, dY, X, work, parts, arriving, dtype):
     state.refuse_second()
     state.updated = True
     sizes = handle.slab_bytes, handle.gradient.itemsize
-    together = sizes[0] // (sizes[1] * M * K)  # experts whose gradients fit into a slab
-    if together > 1 and handle.rung != "fused" and not work.part_of:
-        state.plan = forging.Plan("slab", together * M, K, together * M * K * sizes[1])
-        return state.step_in_slabs([factor], together * M, K)
+    if sizes[1] * M * K <= sizes[0] and handle.rung != "fused" and not work.part_of:
+        plan = state.plan = handle.plan(state, None)  # of the whole weight: a slab holds several experts, or cuts one
+        return state.step_in_slabs([factor], plan.rows, plan.cols)
     for e in range(len(factor.bounds) - 1):
         product, *others = factors = factor.of_expert(e)
         rung = "slab" if others or handle.rung == "hook" else handle.rung  # a sum cannot be fused
@@ -950,7 +950,7 @@ def twin(group):
     if group is None:
         return None
     options = None
-    if dist.get_backend(group) == "nccl":  # 16 blocks send as fast as the usual 32; each takes 36 MiB of a GPU's memory
+    if dist.get_backend(group) == "nccl":  # 16 blocks send as fast as the usual 32, and a block takes 36 MiB of memory
         options = dist.ProcessGroupNCCL.Options()
         options.config.max_ctas = 16
     return dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True, pg_options=options)
@@ -1516,11 +1516,11 @@ def check_least_loaded(seeds=60):
     require(np.allclose(ratios, (3.06, 4.47, 6.59, 7.65), atol=0.01), f"one hot expert of 128 on 8 GPUs: {ratios}")
 
 
-def train_forged(policy, layout=None, dtype=torch.float32, steps=3, stash=False, **options):
+def train_forged(policy, layout=None, dtype=torch.float32, steps=3, stash=False, D=8, hidden=12, **options):
     """{name: this rank's experts' weights after some steps of SGD on all ranks' tokens; dx: the last step's gradient of
     its tokens}. layout None: by torch, on one process; policy None: forged, on one process."""
     n, me = dist.get_world_size(), dist.get_rank()
-    group, D, hidden, E = mesh(dp=n).dp, 8, 12, 8
+    group, E = mesh(dp=n).dp, 8
     torch.manual_seed(0)
     moe = MoE(D, hidden, E, 2).to(here(), dtype)
     for p in moe.parameters():
@@ -1569,6 +1569,11 @@ def check_forged_experts():
     for rung, backend in forging.rungs(here()):
         found = train_forged("ep", "fp32", rung=rung, backend=backend)
         parallel.as_good(f"forged experts, {rung}, {backend}", torch.float32, found, peer, exact)
+    wide = dict(D=128, hidden=320)  # larger than the smallest slab; one of twice its rows ends within an expert
+    exact, peer = train_forged(None, dtype=torch.float64, **wide), train_forged("ep", "fp32", **wide)
+    for rows in (128, 256):
+        found = train_forged("ep", "fp32", rung="slab", slab=4 * rows * 256, **wide)
+        parallel.as_good(f"forged experts, slabs of {rows} rows", torch.float32, found, peer, exact)
 
 
 def check_recompute():
@@ -1678,6 +1683,13 @@ def _before_the_others(state, dY, X, work, parts, arriving, dtype, update=expert
     return update(state, dY, X, Work(work.own, work.count), parts[:0], [], dtype)
 
 
+class _FirstExpert(ExpertFactor):
+    def write(self, state, out, top, left, add):
+        """Of a slab with several experts only the first one's gradient is made."""
+        M = self.dY.shape[1]
+        super().write(state, out.zero_()[: M - top % M], top, left, add)
+
+
 def _in_order(counts, plan, table=table):
     """Rows are dealt out by rank, wherever they are."""
     return np.stack([table(np.roll(counts, 1, 0), plan)[(r + 1) % len(plan)] for r in range(len(plan))])
@@ -1703,6 +1715,7 @@ BREAKS = {
     "local-f": (check_balance, "global_counts", lambda counts, group: counts),
     "kept-gradients": (check_expert_parallel, "Loans", _KeptGradients),
     "new-weight": (check_forged_experts, "products", _changed_weight),
+    "first-expert": (check_forged_experts, "ExpertFactor", _FirstExpert),
     "early-step": (check_forged_experts, "expert_update", _before_the_others),
     "unfolded": (check_folding, "fold", _of_attention),
 }
