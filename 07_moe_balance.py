@@ -254,13 +254,13 @@ def loop_is_faster(R, M, K, E, gradient):
     """Whether to take the library's product for each of E experts with R / E rows, by what both take on an H200.
 
     One launch of all products is as fast, and nobody waits for sizes; above 1e11 FLOPs an expert the library is faster
-    (a fifth at 5e11). A gradient takes the library 28 us, or its FLOPs at 720 TFLOP/s and 0.75 ps an element of it; the
+    (a fifth at 5e11). A gradient takes the library 22 us, or its FLOPs at 720 TFLOP/s and 0.75 ps an element of it; the
     kernel makes 264 tiles at a time, each in 3.3 us and 12.9 ns a row."""
     rows = R / E
     flops = 2 * rows * M * K
     if not gradient:
         return flops >= 1e11
-    return max(28e-6, flops / 7.2e14 + 7.5e-13 * M * K) < M * K / (128 * 128 * 264) * (3.3e-6 + 12.9e-9 * rows)
+    return max(22e-6, flops / 7.2e14 + 7.5e-13 * M * K) < M * K / (128 * 128 * 264) * (3.3e-6 + 12.9e-9 * rows)
 
 
 class Tiles(NamedTuple):
