@@ -209,8 +209,8 @@ class Balance:
         counts = torch.stack([counts_of(r.experts, r.scores.shape[1]) for r in routings])  # (layers, E)
         everywhere = global_counts(counts, self.group)
         self.seen = everywhere if self.seen is None else self.seen + everywhere
-        # Of all layers at once: fewer kernels, larger ones.
-        routing = Routing(*(torch.stack(parts) for parts in list(zip(*routings, strict=True))[:2]), None, None)
+        logits, scores = (torch.stack(parts) for parts in zip(*((r.logits, r.scores) for r in routings), strict=True))
+        routing = Routing(logits, scores, None, None)  # of all layers at once: fewer kernels, larger ones
         total = self.z * z_loss(routing)
         if self.kind in ("global", "micro"):
             total = total + self.coefficient * balance_loss(routing, self.seen if self.kind == "global" else counts)
