@@ -341,11 +341,15 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * D, D, bias=False)
 
     def forward(self, x, cos, sin):
-        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (-1, 3, self.head)).unbind(3)  # (B, T, H, D/H)
-        cos, sin = cos.to(q.dtype), sin.to(q.dtype)  # or bf16 would grow to fp32 here
-        q, k, v = (t.transpose(1, 2) for t in (rotate(q, cos, sin), rotate(k, cos, sin), v))  # (B, H, T, D/H)
+        q, k, v = self.heads(self.qkv(self.norm1(x)), cos, sin)
         x = x + self.proj(self.attend(q, k, v).transpose(1, 2).flatten(2))
         return x + self.mlp(self.norm2(x))
+
+    def heads(self, qkv, cos, sin):
+        """qkv (B, T, 3 D) -> q and k turned, and v, each (B, H, T, D/H)."""
+        q, k, v = qkv.unflatten(-1, (-1, 3, self.head)).unbind(3)  # (B, T, H, D/H)
+        cos, sin = cos.to(q.dtype), sin.to(q.dtype)  # or bf16 would grow to fp32 here
+        return tuple(t.transpose(1, 2) for t in (rotate(q, cos, sin), rotate(k, cos, sin), v))
 
     def mlp(self, x):
         return self.down(F.gelu(self.up(x)))

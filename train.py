@@ -389,13 +389,29 @@ def share(count, world, accum, micro):
     return range(start, start + size)
 
 
-def micro_batch(data, step, micro, world, args, device):
-    """Inputs and targets (B, T) of one micro-batch of this process, on the device."""
-    order = data.train.shuffled(step * args.batch, args.batch, args.seed)
-    x, y = data.train.windows([order[i] for i in share(args.batch, world, args.accum, micro)])
-    if device.type == "cuda":
-        x, y = x.pin_memory(), y.pin_memory()
-    return x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+class Feed:
+    """Micro-batches of this process, in order. The next one is read from the disk and sent while the device still has
+    the backward pass of this one to do."""
+
+    def __init__(self, data, world, args, device):
+        self.data, self.world, self.args, self.device, self.ready = data, world, args, device, {}
+
+    def read(self, step, micro):
+        """Inputs and targets (B, T), on the device."""
+        order = self.data.train.shuffled(step * self.args.batch, self.args.batch, self.args.seed)
+        x, y = self.data.train.windows([order[i] for i in share(self.args.batch, self.world, self.args.accum, micro)])
+        if self.device.type == "cuda":
+            x, y = x.pin_memory(), y.pin_memory()
+        return x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True)
+
+    def take(self, step, micro):
+        return self.ready.pop((step, micro), None) or self.read(step, micro)
+
+    def prepare(self, step, micro):
+        """What comes after this micro-batch; not after the last step."""
+        following = (step, micro + 1) if micro + 1 < self.args.accum else (step + 1, 0)
+        if following[0] < self.args.steps:
+            self.ready = {following: self.read(*following)}
 
 
 def allocated(device):
@@ -403,7 +419,7 @@ def allocated(device):
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else math.nan
 
 
-def accumulate_gradients(model, data, step, world, args, device, stats, alive):
+def accumulate_gradients(model, feed, step, world, args, device, stats, alive):
     """Fill .grad with the gradient of the mean loss over the step's tokens, summed over micro-batches and, with --sync
     ddp, processes; otherwise the tokens are those of this process.
 
@@ -413,7 +429,7 @@ def accumulate_gradients(model, data, step, world, args, device, stats, alive):
     alive["before"], total = allocated(device), torch.zeros((), device=device)
     tokens = args.batch * args.seq // (1 if args.sync == "ddp" else world.size)
     for micro in range(args.accum):
-        x, y = micro_batch(data, step, micro, world, args, device)
+        x, y = feed.take(step, micro)
         loss = loss_sum(model, x, y, args, stats) / tokens
         total += loss.detach()
         if world.balance:  # a mean over x, of which the step's mean gets its share
@@ -421,6 +437,7 @@ def accumulate_gradients(model, data, step, world, args, device, stats, alive):
         alive["forward"] = allocated(device) if micro == 0 else alive["forward"]
         loss.backward()
         del loss
+        feed.prepare(step, micro)
     alive["backward"] = allocated(device)
     if args.sync == "ddp":
         all_reduce_gradients(model, world)
@@ -650,13 +667,16 @@ def predict_memory(config, batch, accum, args, device, processes=1):
             beyond = filtering.sparse_bytes(N, V, D, dtype, places, sink=both)
         beyond = max(beyond, plan.beyond)
         results = dtype.itemsize * (N + (0 if both else V)) * D
-        copies = 2 * (N + (V if weight == 4 or not both else 0)) * D if autocast else 0  # E, C in bf16
+        copied = (0 if args.compile else N) + (V if weight == 4 or not both else 0)  # rows of E, C in bf16
+        copies = 2 * copied * D if autocast else 0
         loss = results + beyond + copies
     parts = dict(parameters=4 * others + weight * forged, gradients=4 * others + layer)
     parts |= dict(optimizer=8 * others + state * forged)
     # Autocast keeps a 16-bit copy of each weight from forward to backward; of a forged one it is made twice instead.
     remade = 2 * 12 * config.layers * D**2 if autocast and args.optimizer != "adamw" else 0
     activations = base.activation_bytes(config, N, autocast, fused_norm=cuda) - remade
+    if args.compile:
+        activations -= parallel.lean_saving(config, N, dtype.itemsize, args.moe)
     if args.moe:
         activations += mixture.activation_change(config, N, autocast) + (2 * 8 * config.layers * D**2 if remade else 0)
     parts |= dict(activations=activations, loss=loss)
@@ -983,6 +1003,8 @@ def run(args):
             world.experts = everybody
             mixture.expert_parallel(model, everybody, args.ep_policy)
     optimizer = Optimizer(model, args, world.experts)
+    if args.compile:
+        parallel.lean(model)
     start = args.start
     if method:
         transport = low_comm.Dist(device, timeout=300) if world.size > 1 else low_comm.Sim(1)
@@ -1047,7 +1069,7 @@ def train(model, optimizer, data, config, world, args, device, start, stop):
             saved = step
             world.barrier()
 
-    alive = {}  # bytes at some points of the last step
+    alive, feed = {}, Feed(data, world, args, device)  # bytes at some points of the last step
     if start == 0 and not args.dry_run:
         validation(0)
     if start >= args.steps:
@@ -1058,7 +1080,7 @@ def train(model, optimizer, data, config, world, args, device, start, stop):
         lr = learning_rate(step, args)
         optimizer.begin(step + 1, lr)
         before = stats.calls, stats.sparse
-        loss = accumulate_gradients(model, data, step, world, args, device, stats, alive)
+        loss = accumulate_gradients(model, feed, step, world, args, device, stats, alive)
         norm = optimizer.finish()
         uneven = world.balance.step().max() if world.balance else torch.tensor(0.0)  # the worst layer's
         done, sync = step + 1, world.sync
@@ -1164,7 +1186,7 @@ def compare_memory(config, model, optimizer, alive, world, args, device):
 
 # ==== 6. The command line =============================================================================================
 
-NOT_SAVED = ("resume", "dry_run", "out", "sample", "gpus", "ep_policy", "device", "log", "checkpoint", "start",
+NOT_SAVED = ("resume", "dry_run", "out", "sample", "gpus", "ep_policy", "device", "compile", "log", "checkpoint", "start",
              "data_digest", "processes", "torchrun", "why_dtype", "why_loss", "why_optimizer")
 
 
@@ -1208,6 +1230,8 @@ def make_parser():
     add("--device", choices=("cuda", "cpu"), help="default: cuda where there is a GPU")
     add("--gpus", type=int, help="processes on this machine, one a GPU (1)")
     add("--seed", type=int, default=0, help="of weights, order of data and sample (0)")
+    add("--compile", action=argparse.BooleanOptionalAction,
+        help="one kernel each for what lies between matrices, and less kept for backward (on GPUs with Triton)")
     add("--deterministic", action="store_true", help="bitwise repeatable on a GPU, slower")
     add("--out", default="out", help="directory of checkpoints (out)")
     add("--resume", action="store_true", help="go on from the newest whole checkpoint in --out")
@@ -1285,6 +1309,8 @@ def parse(argv):
     args.clip = (1.0 if args.optimizer == "adamw" else 0.0) if args.clip is None else args.clip
     args.states = args.states or "fp32"
     choose_experts(args, processes)
+    if args.compile is None:
+        args.compile = args.device == "cuda" and base.HAS_TRITON and not base.INTERPRETED
     for name in ("steps", "save_every", "eval_every", "clip", "lr", "temperature", "sample_tokens", "seed"):
         if not 0 <= getattr(args, name) < 2**63:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}: must not be negative (nor past 2^63)")
