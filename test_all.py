@@ -1291,24 +1291,35 @@ def test_forge_clips_and_accumulates_like_adamw(tiny, name, size):
     assert norms(forge[1]) == pytest.approx(norms(adamw[1]), rel=1e-3)
     release = forging.Forge.release
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(forging.Forge, "release", lambda self, *step_clip_others: release(
-            self, *step_clip_others[:2], 1e9, step_clip_others[3]))
+        patch.setattr(forging.Forge, "release", lambda self, lr, step, clip, *rest: release(self, lr, step, 1e9, *rest))
         twin = tiny(*flags, "--optimizer", name, out="twin")
     assert losses(twin[1]) != pytest.approx(losses(adamw[1]), abs=1e-4)
 
 
-def test_a_micro_batch_of_nan_changes_nothing(tiny, monkeypatch, capsys):
-    """While factors wait, the step of a bad micro-batch is not taken: the weights are those that were saved before."""
-    real, models = train.loss_sum, []
+@pytest.mark.parametrize("optimizer", ["forge-cce", "adamw"])
+def test_a_micro_batch_of_nan_stops_or_is_skipped(tiny, monkeypatch, capsys, optimizer):
+    """stop: the last checkpoint is good. skip: a bad step changes nothing, and those after it are taken; one that goes
+    on for too long ends the run all the same."""
+    real, seen, bad = train.loss_sum, [], range(7, 8)  # the first half of step 4
 
     def poisoned(model, *rest):
-        models.extend([model] * torch.is_grad_enabled())
-        return real(model, *rest) * (np.nan if len(models) == 7 else 1)  # the first half of step 4
+        seen.extend([{k: v.clone() for k, v in model.state_dict().items()}] * torch.is_grad_enabled())
+        return real(model, *rest) * (np.nan if len(seen) in bad else 1)
 
     monkeypatch.setattr(train, "loss_sum", poisoned)
-    status, _, kept = tiny("--optimizer", "forge-cce", "--clip", 1, "--accum", 2, "--save-every", 1)
-    assert status == 1 and "step 4: loss nan" in capsys.readouterr().out
-    assert same(models[0].state_dict(), kept)
+    flags = ["--optimizer", optimizer, "--clip", 1, "--accum", 2, "--save-every", 1]
+    status, _, kept = tiny(*flags)
+    assert status == 1 and "step 4: loss nan" in capsys.readouterr().out and same(seen[6], kept)
+    seen.clear()
+    status, rows, kept = tiny(*flags, "--on-nan", "skip", out="skip")
+    assert status == 0 and "step 4: loss nan, gradient norm nan: skipped" in capsys.readouterr().out
+    assert same(seen[6], seen[8]) and not same(seen[8], seen[10]) and all(p.isfinite().all() for p in kept.values())
+    assert sorted(losses(rows)) == [1, 2, 3, 5, 6]
+    seen.clear()
+    bad = range(7, 99)
+    status, _, kept = tiny(*flags, "--on-nan", "skip", "--steps", 12, out="long")
+    assert status == 1 and "step 9: loss nan" in capsys.readouterr().out and same(seen[6], kept)
+    assert tiny("--clip", 0, "--on-nan", "skip")[0] == 2 and "use --clip 1" in capsys.readouterr().err
 
 
 def test_dry_run_writes_nothing(tiny, capsys):
@@ -1334,7 +1345,7 @@ def test_narrow_states_train(tiny, states):
 
 
 def test_default_optimizer_is_what_the_other_flags_allow(tiny, capsys):
-    for flags, words in (([], "optimizer forge-cce (no sum"), (["--clip", 0.5], "optimizer adamw (--clip 0.5"),
+    for flags, words in (([], "optimizer forge-cce (no sum"), (["--clip", 0.5], "optimizer forge-cce (no sum"),
                          (["--accum", 2], "optimizer adamw (--accum 2"),
                          (["--loss", "reference"], "optimizer forge (no sum"),
                          (["--states", "int8", "--clip", 0.5], "optimizer forge-cce (for --states int8"),
@@ -1342,7 +1353,7 @@ def test_default_optimizer_is_what_the_other_flags_allow(tiny, capsys):
                          (["--gpus", 2, "--device", "cpu", "--sync", "ddp"], "optimizer adamw (--sync ddp")):
         args = train.parse([str(flag) for flag in (*TINY, *flags)])
         assert f"optimizer {args.optimizer} ({args.why_optimizer}".startswith(words)
-        assert args.clip == (1.0 if args.optimizer == "adamw" else 0.0) or "--clip" in flags
+        assert args.clip == 1.0 or "--clip" in flags
 
 
 def test_checkpoint_of_another_optimizer_is_refused(tiny, capsys):

@@ -15,11 +15,12 @@ What it shows
     default where 03's kernels run); cce-exact: exact (the default elsewhere); cce-sparse: sparse wherever its entries
     fit; cce-filter: dE without the tiles that 03 would leave out (dC stays exact, a filtered one starves the rows of
     rare tokens); reference: of the materialised loss, for comparison.
-    --optimizer forge-cce (04, the default): every matrix is updated inside backward, the classifier in
-    the loss itself, so that no gradient of a matrix is ever there; forge: the layers' matrices alone, embedding and
-    classifier by an ordinary AdamW; adamw: everything by that. --states says in what precision forged weights and
-    moments are kept. Clipping and --accum need the sum of all gradients first: there adamw is the default, and forge
-    keeps what the gradients are products of, while that is smaller.
+    --optimizer forge-cce (04, the default): with --clip 0 every matrix is updated inside backward, the classifier in
+    the loss itself, so that no gradient of a matrix is ever there. Clipping (the default: a batch of odd text can have
+    a gradient a hundred times as long as its neighbours') and --accum need the norm or the sum of all gradients first:
+    then what the gradients are products of is kept, while that is smaller, else they are. forge: the layers' matrices
+    alone, embedding and classifier by an ordinary AdamW; adamw: everything by that. --states says in what precision
+    forged weights and moments are kept.
     --sync diloco (06, the default of several processes): each is a worker that trains alone for --inner-steps steps and
     then sends how far it came; no gradient is ever summed, so forge works. The other methods of 06 send less, or later,
     or to fewer. Validation, sample and checkpointed model are the weights that the workers agree on; a step's loss is
@@ -93,6 +94,7 @@ SHORT_OUTER["gossip"] = SHORT_OUTER["diloco"]
 BETAS, WEIGHT_DECAY, MIN_LR = (0.9, 0.95), 0.1, 0.1  # AdamW; the cosine ends at a tenth of the peak rate
 BALANCE, BIAS_RATE = 3e-2, 3e-3  # of experts: the loss's coefficient, a bias's step; large ones, for short runs
 WARMUP = 50  # steps, also in short runs: AdamW's second moment averages 20, and a full rate before that makes it spike
+SKIPS = 5  # steps that --on-nan skip leaves out in a row before it gives up
 KEEP = 2  # checkpoints on disk: if the newest is damaged, the one before it is tried
 
 
@@ -455,6 +457,24 @@ def spread(p):
     return hasattr(p, "cut")
 
 
+class Reading:
+    """Numbers on their way from the device: who asks for them waits until they are there, but not for the work that was
+    given to the device after them."""
+
+    def __init__(self, *values):
+        values = torch.stack([value.detach().double().view(()) for value in values])
+        self.numbers, self.event = values, None
+        if values.is_cuda:
+            self.numbers = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self.numbers.copy_(values, non_blocking=True)
+            self.event = torch.cuda.current_stream().record_event()
+
+    def get(self):
+        if self.event:
+            self.event.synchronize()
+        return self.numbers.tolist()
+
+
 RULE = forging.AdamW(BETAS, 1e-8, WEIGHT_DECAY)
 
 
@@ -475,7 +495,7 @@ class Optimizer:
         matrices, others = ([p for p in self.parameters if (p.dim() >= 2) == wanted] for wanted in (True, False))
         groups = [dict(params=matrices, weight_decay=WEIGHT_DECAY), dict(params=others, weight_decay=0.0)]
         self.ordinary = torch.optim.AdamW(groups, lr=args.lr, betas=BETAS, fused=True)  # one kernel, no temporaries
-        self.clip, self.waits = args.clip, waits(args)
+        self.clip, self.waits, self.skips = args.clip, waits(args), args.on_nan == "skip"
 
     def begin(self, step, lr):
         """What the backward passes that follow belong to: step 1, 2, ..."""
@@ -487,20 +507,25 @@ class Optimizer:
         elif self.forged:
             self.forged.arm(lr, step)
 
-    def finish(self):
-        """The rest of the step, after all gradients; returns their norm, a tensor. Forged steps that waited are not
-        taken, nor any other, if the norm (without --clip: a factor or a gradient) is not finite."""
-        taken = not self.waits or self.forged.release(*self.at, self.clip, self.parameters)
-        if self.waits and (self.clip or not taken):
-            norm = torch.tensor(self.forged.clipped_norm if self.clip else math.nan)
+    def finish(self, *values):
+        """The rest of the step, after all gradients. Returns a Reading of `values`, tensors of one number, and of the
+        gradients' norm, which is on its way before the weights are written, where it is known by then. With --on-nan
+        skip, whose look at the norm has to be waited for, nothing is written if it is not finite."""
+        if self.waits:
+            norm = self.forged.norm(self.parameters)
         else:
             norm = self.clip_gradients()
-            if self.forged:
+            if self.forged:  # their steps were taken in backward
                 norm = torch.cat((self.forged.telemetry().gradient_norm, norm.double().view(1))).norm()
-        if taken:
+        reading = Reading(*values, norm)
+        if not self.skips or math.isfinite(reading.get()[-1]):
+            if self.waits:
+                self.forged.release(*self.at, self.clip, self.parameters, norm)
             self.ordinary.step()
+        elif self.waits:
+            self.forged.disarm()
         self.ordinary.zero_grad(set_to_none=True)
-        return norm
+        return reading
 
     def clip_gradients(self):
         """Clip all ordinary gradients by their norm over all processes, which is returned."""
@@ -1074,19 +1099,26 @@ def train(model, optimizer, data, config, world, args, device, start, stop):
         validation(0)
     if start >= args.steps:
         log.say(f"nothing to do: {args.out} is at step {start} of {args.steps}: raise --steps to go on")
-    step, wrong, announced = start, None, False
+    step, wrong, announced, skipped, most = start, None, False, 0, SKIPS if args.on_nan == "skip" else 0
     while step < args.steps:
         began = time.perf_counter()
         lr = learning_rate(step, args)
         optimizer.begin(step + 1, lr)
         before = stats.calls, stats.sparse
         loss = accumulate_gradients(model, feed, step, world, args, device, stats, alive)
-        norm = optimizer.finish()
-        uneven = world.balance.step().max() if world.balance else torch.tensor(0.0)  # the worst layer's
         done, sync = step + 1, world.sync
+        values = torch.stack((loss.double(), torch.tensor(float(stop.number), dtype=torch.float64, device=device)))
+        if not sync:
+            world.sum(values)  # the loss over all processes, and whether any of them was told to stop
+        reading = optimizer.finish(*values)
+        uneven = world.balance.step().max() if world.balance else torch.tensor(0.0)  # the worst layer's
+        loss, stopped, norm = reading.get()  # the step's one wait, but for experts' exchanges
+        bad = not (math.isfinite(loss) and math.isfinite(norm))
+        skipped = skipped + 1 if bad else 0
+        if bad and skipped <= most:
+            log.say(f"step {step + 1}: loss {loss}, gradient norm {norm}: skipped")
         if sync:  # nothing is asked of the others between rounds; a round tells all of them who wants to stop
-            loss, norm = torch.stack((loss.double(), norm.double())).tolist()
-            if not (math.isfinite(loss) and math.isfinite(norm)):
+            if bad and skipped > most:
                 wrong = wrong or f"loss {loss}, gradient norm {norm}"
                 sync.surrender(wrong)
             if stop.number and not announced:
@@ -1103,11 +1135,8 @@ def train(model, optimizer, data, config, world, args, device, start, stop):
                 return diverged(done, sync.notes["halt"])
             stopped = int(sync.notes.get("stop", 0))
         else:
-            totals = torch.stack((loss.double(), torch.tensor(float(stop.number), dtype=torch.float64, device=device)))
-            world.sum(totals)  # the loss over all processes, and whether any of them was told to stop
-            (loss, stopped), norm = totals.tolist(), norm.item()  # the step's one wait, but for experts' exchanges
             loss /= world.size if args.sync == "none" else 1
-            if not (math.isfinite(loss) and math.isfinite(norm)):
+            if bad and skipped > most:
                 return diverged(done, f"loss {loss}, gradient norm {norm}")
         spent, since = spent + time.perf_counter() - began, since + 1
         tok_s = since * args.batch * args.seq / spent
@@ -1127,7 +1156,7 @@ def train(model, optimizer, data, config, world, args, device, start, stop):
             f"eta {eta // 60}:{eta % 60:02d}",
             done, final=done == args.steps,
         )
-        if not wrong:  # NaN is no JSON
+        if not (wrong or bad):  # NaN is no JSON
             log.row(step=done, loss=loss, bpb=per_byte(loss), lr=lr, grad_norm=norm, tok_s=tok_s, mfu=mfu,
                 peak_mib=None if math.isnan(peak) else peak, seconds=time.perf_counter() - began, sparse=sparse,
                 why=stats.reason if args.loss in DECIDING else None, sent=sync and sync.bytes_sent,
@@ -1219,7 +1248,9 @@ def make_parser():
     add("--ep-policy", choices=list(mixture.POLICIES),
         help="of experts spread over processes, with --sync ddp: fixed places, or least loaded (ep)")
     add("--states", choices=list(forging.LAYOUTS), help="of forged weights: fp32; bf16 with fp32 master; bf16; int8")
-    add("--clip", type=float, help="largest gradient norm; 0: do not clip (1.0 with adamw, 0 otherwise)")
+    add("--clip", type=float, help="largest gradient norm (1.0); 0: do not clip, and forged steps inside backward")
+    add("--on-nan", choices=("stop", "skip"), default="stop",
+        help=f"of a loss or gradient that is not finite: end the run (stop), or leave out up to {SKIPS} steps in a row")
     add("--dtype", choices=("bf16", "fp32"), help="of the matrix products (bf16 where the GPU has it, else fp32)")
     add("--loss", choices=list(LOSSES),
         help="gradient of the loss: sparse while that is close, else exact; exact; dE filtered; sparse; through logits")
@@ -1306,7 +1337,10 @@ def parse(argv):
     args.sync = choose_sync(args, processes, record if args.resume else None)
     args.outer = choose_outer(args, args.resume and record["flags"]["sync"] in low_comm.METHODS)
     args.optimizer, args.why_optimizer = choose_optimizer(args, processes)
-    args.clip = (1.0 if args.optimizer == "adamw" else 0.0) if args.clip is None else args.clip
+    args.clip = 1.0 if args.clip is None else args.clip
+    if args.on_nan == "skip" and args.optimizer != "adamw" and not waits(args):
+        raise ValueError(f"--on-nan skip --optimizer {args.optimizer} --clip 0: steps are taken before the whole gradient "
+                         "is known: use --clip 1, or --on-nan stop")
     args.states = args.states or "fp32"
     choose_experts(args, processes)
     if args.compile is None:
@@ -1354,11 +1388,10 @@ def choose_optimizer(args, processes):
     name = "forge-cce" if args.loss in FORGED else "forge"
     if forging_asked:
         return name, f"for {asked}"
-    for needs, reason in ((summed, "--sync ddp"), (args.accum > 1, f"--accum {args.accum}"),
-                          (args.clip, f"--clip {args.clip}")):
+    for needs, reason in ((summed, "--sync ddp"), (args.accum > 1, f"--accum {args.accum}")):
         if needs:
             return "adamw", f"{reason}, which needs the sum of all gradients first"
-    return name, "no sum of gradients, no clipping, no accumulation"
+    return name, "no sum of gradients over processes or micro-batches"
 
 
 def choose_sync(args, processes, record):
