@@ -1609,6 +1609,8 @@ def test_predicted_peak_of_a_training_step(loss, optimizer, states):
         if args.moe:
             moe.with_experts(model)
         optimizer = train.Optimizer(model, args)
+        if args.compile:
+            parallel.lean(model)
         for step in (1, 2):
             optimizer.begin(step, 1e-3)
             train.loss_sum(model, x, x, args, gfs.SparseStats()).backward()

@@ -1107,7 +1107,8 @@ def train(model, optimizer, data, config, world, args, device, start, stop):
         before = stats.calls, stats.sparse
         loss = accumulate_gradients(model, feed, step, world, args, device, stats, alive)
         done, sync = step + 1, world.sync
-        values = torch.stack((loss.double(), torch.tensor(float(stop.number), dtype=torch.float64, device=device)))
+        loss = loss.double()
+        values = torch.stack((loss, torch.full_like(loss, stop.number)))  # a fill: a copy from here would wait
         if not sync:
             world.sum(values)  # the loss over all processes, and whether any of them was told to stop
         reading = optimizer.finish(*values)
