@@ -281,7 +281,7 @@ class World:
     A worker is one process, or `tp` neighbours that share a model's matrices and see the same tokens: the group `tp`.
     data: the processes, one a worker, that have the same part of the model. parts: the group over which parameters with
     a `cut` are spread: `tp`, or for experts everybody; else None. sync: 06's Sync of workers that train apart, who may
-    get fewer; else None. balance: 07's Balance, else None."""
+    get fewer; else None. balance: 07's Balance, else None. scratch: the folder of --offload on a CPU, else None."""
 
     def __init__(self, device, tp=1):
         joined = dist.is_available() and dist.is_initialized()
@@ -289,7 +289,7 @@ class World:
         self.worker, self.place, self.workers = self.rank // tp, self.rank % tp, self.size // tp
         groups = parallel.make_groups(dp=self.workers, tp=tp) if tp > 1 else None
         self.tp, self.data = (groups.tp, groups.dp) if groups else (None, None)
-        self.device, self.parts, self.sync, self.balance = device, self.tp, None, None
+        self.device, self.parts, self.sync, self.balance, self.scratch = device, self.tp, None, None, None
 
     @property
     def members(self):
@@ -367,6 +367,22 @@ def loss_sum(model, x, y, args, stats):
         return result[0] if args.loss in DECIDING else result
 
 
+@contextlib.contextmanager
+def scratch(args, world):
+    """A block in which --offload on a CPU has a folder for its files, in --out."""
+    if args.offload and args.device == "cpu":
+        world.scratch = Path(args.out, f"offload.{world.rank}")
+        shutil.rmtree(world.scratch, ignore_errors=True)  # of a run that was killed
+        world.scratch.mkdir(parents=True)
+    try:
+        yield
+    finally:
+        if world.scratch:
+            shutil.rmtree(world.scratch, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                world.scratch.parent.rmdir()  # a dry run leaves nothing
+
+
 def cut_dtype(args):
     return torch.bfloat16 if args.dtype == "bf16" else torch.float32
 
@@ -422,13 +438,17 @@ def accumulate_gradients(model, data, step, world, args, device, stats, alive):
     tokens = args.batch * args.seq // (1 if args.sync == "ddp" else world.workers)
     for micro in range(args.accum):
         x, y = micro_batch(data, step, micro, world, args, device)
-        loss = loss_sum(model, x, y, args, stats) / tokens
-        total += loss.detach()
-        if world.balance:  # a mean over x, of which the step's mean gets its share
-            loss = loss + world.balance.loss() * (x.numel() / tokens)
+        offload = parallel.Offload(model, world.scratch) if args.offload else None
+        with offload or contextlib.nullcontext():
+            loss = loss_sum(model, x, y, args, stats) / tokens
+            total += loss.detach()
+            if world.balance:  # a mean over x, of which the step's mean gets its share
+                loss = loss + world.balance.loss() * (x.numel() / tokens)
         alive["forward"] = allocated(device) if micro == 0 else alive["forward"]
         loss.backward()
         del loss
+        if offload:
+            offload.close()
     alive["backward"] = allocated(device)
     if args.sync == "ddp":
         all_reduce_gradients(model, world)
@@ -688,15 +708,23 @@ def predict_memory(config, batch, accum, args, device, processes=1):
         activations -= inside * (tp - 1) // tp
     if args.moe:
         activations += mixture.activation_change(config, N, autocast) + (2 * 8 * config.layers * D**2 if remade else 0)
+    # The last norm and E come after the layers. Recomputed, a layer keeps its input and is there whole once at a time;
+    # offloaded, about a layer's tensors are on their way at any time.
+    last = N * D * 4 * (2 if cuda else 3)
+    layer_kept, again = (activations - last) // config.layers, 0
+    if args.recompute:
+        activations, again = 4 * N * D * config.layers + last, layer_kept
+    if args.offload:
+        activations = min(activations, layer_kept + last)
     parts |= dict(activations=activations, loss=loss)
     kept = sum(factor_sizes(config, N * accum, args)[2:]) if waits(args) else 0
     parts["gradients"] += kept
     if method := sync_method(args):
         copied = 0 if args.states == "fp32" else 4 * forged  # of weights in bf16 the sync has a copy in fp32
         parts["sync"] = low_comm.resident_bytes(method, others + forged) + copied
-    # The peak is either in the loss's backward, where activations are complete and gradients (unless micro-batches
-    # before it left theirs) are not there yet, or at the end of backward, with all gradients and no activations.
-    early = activations + loss + (parts["gradients"] if accum > 1 else layer if rung == "auto" else 0)
+    # The peak is either early in backward, in the loss or the last layer, where activations are complete and gradients
+    # (unless micro-batches before left theirs) are not there yet, or at its end, with all gradients and no activations.
+    early = activations + max(loss, again) + (parts["gradients"] if accum > 1 else layer if rung == "auto" else 0)
     return parts, parts["parameters"] + parts["optimizer"] + parts.get("sync", 0) + max(early, parts["gradients"])
 
 
@@ -959,6 +987,11 @@ def describe_run(config, data, world, args, device, start):
             f"beyond {enough:,.0f} tokens gradients are kept: --optimizer adamw does that in fewer passes"
         )
     who = "process(es)" if args.tp == 1 else f"worker(s), each of {args.tp} processes,"
+    if args.recompute:
+        yield "        a layer keeps its input only and runs again in backward: a third more of its FLOPs"
+    if args.offload:
+        where = "pinned host memory" if device.type == "cuda" else f"files in {args.out}"
+        yield f"        what backward needs waits in {where}; weights, small tensors and about a layer under way stay"
     yield f"step    {tokens:,} tokens = {args.batch} sequences of {args.seq} = " + (
         f"{world.workers} {who} x {args.accum} micro-batch(es) x {micro}"
     )
@@ -991,6 +1024,7 @@ def resume_command(args, world):
     words += [shlex.quote(os.path.relpath(__file__)), "--resume --out", shlex.quote(args.out)]
     words += [f"--gpus {args.gpus}"] * (args.gpus > 1) + [f"--device {args.device}"] * (args.device == "cpu")
     words += [f"--tp {args.tp}"] * (args.tp > 1)
+    words += [f"--{name}" for name in ("recompute", "offload") if getattr(args, name)]
     words += [f"--ep-policy {args.ep_policy}"] * (args.ep_policy not in (None, "ep"))
     words += ["--log", shlex.quote(args.log)] if args.log else []
     return " ".join(words)
@@ -1015,6 +1049,8 @@ def run(args):
         args.batch = fitting_batch(config, world, args, device)
     check_batch(args)
     origins, model.group = parallel.tensor_parallel(model, world.tp), world.tp
+    if args.recompute:
+        parallel.recompute(model)
     method = sync_method(args)
     flat = low_comm.Flat([model], method.fragments) if method else None  # before forge(), which keeps where weights lie
     if args.moe:
@@ -1038,7 +1074,7 @@ def run(args):
     status = 0
     if args.steps:
         data = load_data(args, packages=device.type == "cuda")
-        with StopSignal() as stop:
+        with StopSignal() as stop, scratch(args, world):
             status = train(model, optimizer, data, config, world, args, device, start, stop)
     if status == 0 and args.sample and not args.dry_run:
         with synchronised(world):
@@ -1206,8 +1242,8 @@ def compare_memory(config, model, optimizer, alive, world, args, device):
 
 # ==== 6. The command line =============================================================================================
 
-NOT_SAVED = ("resume", "dry_run", "out", "sample", "gpus", "tp", "ep_policy", "device", "log", "checkpoint",
-             "start", "data_digest", "processes", "torchrun", "why_dtype", "why_loss", "why_optimizer")
+NOT_SAVED = ("resume", "dry_run", "out", "sample", "gpus", "tp", "recompute", "offload", "ep_policy", "device", "log",
+             "checkpoint", "start", "data_digest", "processes", "torchrun", "why_dtype", "why_loss", "why_optimizer")
 
 
 class Parser(argparse.ArgumentParser):
@@ -1251,6 +1287,9 @@ def make_parser():
     add("--gpus", type=int, help="processes on this machine, one a GPU (1)")
     add("--tp", type=int, default=1, metavar="K",
         help="neighbouring processes that share a worker's matrices (05); processes = workers x K (1)")
+    add("--recompute", action="store_true", help="keep each layer's input only, and run it again in backward (05)")
+    add("--offload", action="store_true",
+        help="keep what backward needs in host memory (of a GPU), or in files in --out (CPU) (05)")
     add("--seed", type=int, default=0, help="of weights, order of data and sample (0)")
     add("--deterministic", action="store_true", help="bitwise repeatable on a GPU, slower")
     add("--out", default="out", help="directory of checkpoints (out)")
