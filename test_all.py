@@ -1539,6 +1539,160 @@ def test_more_gpus_than_present_is_one_clear_line(tiny, capsys):
         assert "99 process(es) on GPUs, but this machine has" in error and "--device cpu" in error
 
 
+# --- train.py: flags that cut or remake ---
+
+FEATURES = {
+    "accum": dict(accum=2), "clip": dict(clip=0.5), "forge": dict(optimizer="forge"),
+    "forge-cce": dict(optimizer="forge-cce"), "states": dict(states="bf16"), "ddp": dict(sync="ddp"),
+    "diloco": dict(sync="diloco"), "noloco": dict(sync="noloco"), "tp": dict(tp=2), "moe": dict(moe=4),
+    "ep": dict(moe=4, ep_policy="llep"), "bias": dict(moe=4, balance="bias"), "recompute": dict(recompute=True),
+    "offload": dict(offload=True), "cce": dict(loss="cce"), "cce-sparse": dict(loss="cce-sparse"),
+    "cce-filter": dict(loss="cce-filter"), "reference": dict(loss="reference"),
+}
+# A row's feature with those above it, in their order. "." works, "=" is the same flag twice, a letter is a refusal.
+COMPOSES = """
+accum
+clip       .
+forge      . .
+forge-cce  . . =
+states     . . . .
+ddp        . . s s s
+diloco     . . . . . =
+noloco     . . . . . = =
+tp         . . . . . . . .
+moe        . . . . . . . . e
+ep         . . s s s . p p e .
+bias       . . . . . . b b e . .
+recompute  . . . . . . . . . . . .
+offload    . . . . . . . . . . . . .
+cce        . . . . . . . . v . . . . .
+cce-sparse . . . . . . . . v . . . . . =
+cce-filter . . . f . . . . . . . . . . = =
+reference  . . . f . . . . l . . . . . = = =
+"""
+REFUSALS = {
+    "s": "sums gradients that forge never makes: use --sync diloco", "e": "experts would not be cut",
+    "p": "every process has all experts: use --gpus N --sync ddp", "b": "biases would go their own way: use --balance",
+    "v": "from one whole vocabulary: use --loss cce-exact", "l": "makes all logits: use --loss cce-exact",
+    "f": "it takes cce, cce-exact, cce-sparse: use forge",
+}
+PAIRS = {(row.split()[0], other): sign for row in COMPOSES.split("\n")[1:-1]
+         for other, sign in zip(FEATURES, row.split()[1:], strict=False)}
+SMALL = "--layers 1 --dim 32 --heads 2 --seq 16 --batch 8 --steps 2 --lr 3e-3 --dtype fp32 --preset cpu --device cpu"
+
+
+def merged(*features):
+    """The flags of these features. Experts can be spread where gradients are summed."""
+    flags = {flag: value for feature in features for flag, value in FEATURES[feature].items()}
+    return dict(sync="ddp") | flags if "ep_policy" in flags else flags
+
+
+def uncut(flags):
+    """Flags of the run that must have the same losses: everything kept, by whole workers, and where gradients would be
+    summed by one."""
+    rest = {flag: value for flag, value in flags.items() if flag not in ("tp", "recompute", "offload")}
+    if rest.get("sync") == "ddp":
+        rest = {flag: value for flag, value in rest.items() if flag not in ("sync", "ep_policy")} | dict(optimizer="adamw")
+    return rest
+
+
+def processes(flags):
+    return (2 if "sync" in flags else 1) * flags.get("tp", 1)
+
+
+def norm_of_all(self):
+    """Of what every process has, too, each copy counts."""
+    norm = self.over_parts(torch.nn.utils.get_total_norm([p.grad for p in self.parameters]))
+    torch.nn.utils.clip_grads_with_norm_(self.parameters, self.clip or math.inf, norm)
+    return norm
+
+
+# name: (where, what, the bug, flags whose run must differ from the uncut one's)
+CUT_BUGS = {
+    "a part's norm": (train.Optimizer, "over_parts", lambda self, norm: norm, merged("tp", "clip")),
+    "a norm of copies": (train.Optimizer, "clip_gradients", norm_of_all, merged("tp", "clip")),
+    "no sum in backward": (parallel, "enter", lambda x, group, sequence=False: x, merged("tp", "recompute")),
+    "no sum over workers": (train, "all_reduce_gradients", lambda model, world: None, merged("tp", "ddp")),
+}
+
+
+def run_in_turn(runs):
+    """In each of some processes: train.py's runs [(args, a bug or None)], one after the other."""
+    for args, bug in runs:
+        with pytest.MonkeyPatch.context() as patch:
+            if bug:
+                patch.setattr(*CUT_BUGS[bug][:3])
+            if train.run(args):
+                sys.exit(1)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory, text):
+    """small(flags, bug=None): rows of that run's log; (parse=True) its flags alone. All runs of several processes are
+    made at once, in one launch for each number of processes: a launch takes longer than ten of them."""
+    folder, rows = tmp_path_factory.mktemp("small"), {}
+    (folder / "val.txt").write_bytes(text.read_bytes()[:65])
+
+    def key(flags, bug=None):
+        return (*sorted(flags.items()), bug)
+
+    def parse(flags):
+        out = folder / str(len(list(folder.iterdir())))
+        out.mkdir()
+        words = [word for flag, value in flags.items() for word in (f"--{flag.replace('_', '-')}", value)
+                 if word is not True]
+        rounds = ["--inner-steps", 1] if flags.get("sync") in low_comm.METHODS else []
+        argv = [*SMALL.split(), "--data", text, "--val", folder / "val.txt", "--sample", "", "--out", out, "--log",
+                out / "log", "--gpus", processes(flags), *rounds, *words]
+        return train.parse([str(a) for a in argv])
+
+    def read(args):
+        return [json.loads(line) for line in Path(args.log).read_text().splitlines()]
+
+    launches = {}
+    for pair, sign in PAIRS.items():
+        for flags in (merged(*pair), uncut(merged(*pair))) if sign == "." else ():
+            launches.setdefault(processes(flags), {})[key(flags)] = flags, None
+    for bug, (*_, flags) in CUT_BUGS.items():
+        launches[processes(flags)][key(flags, bug)] = flags, bug
+    for count in (2, 4):
+        asked = {name: (parse(flags), bug) for name, (flags, bug) in launches[count].items()}
+        base.spawn(run_in_turn, count, "cpu", (list(asked.values()),))
+        rows |= {name: read(args) for name, (args, _) in asked.items()}
+
+    def run(flags, bug=None):
+        if key(flags, bug) not in rows:
+            args = parse(flags)
+            assert train.run(args) == 0
+            rows[key(flags)] = read(args)
+        return rows[key(flags, bug)]
+
+    run.parse = parse
+    return run
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_two_features_compose_or_are_refused(small, pair):
+    """What only changes where things are or who computes them leaves losses and norms as they were."""
+    sign, flags = PAIRS[pair], merged(*pair)
+    if sign == "=":
+        return
+    if sign != ".":
+        with pytest.raises(ValueError, match=REFUSALS[sign]):
+            small.parse(flags)
+        return
+    found, expected = small(flags), small(uncut(flags))
+    assert len(losses(found)) == 2 and losses(found) == pytest.approx(losses(expected), abs=1e-5)
+    narrow = flags.get("states") == "bf16"
+    assert norms(found) == pytest.approx(norms(expected), rel=2e-3 if narrow else 2e-5)
+
+
+@pytest.mark.parametrize("bug", CUT_BUGS)
+def test_cut_twin(small, bug):
+    flags = CUT_BUGS[bug][3]
+    assert norms(small(flags, bug)) != pytest.approx(norms(small(uncut(flags))), rel=2e-5)
+
+
 # --- memory ---
 
 
