@@ -187,9 +187,9 @@ PUBLISHED = {
 }
 
 
-def needed_bandwidth(way, target):
-    """Smallest of BANDWIDTHS, in bits a second, with at least this utilisation."""
-    return next(b for b in BANDWIDTHS if utilisation(b, way) >= target)
+def needed_bandwidth(way, target, **sizes):
+    """Smallest of BANDWIDTHS, in bits a second, with at least this utilisation; sizes: those of utilisation."""
+    return next((b for b in BANDWIDTHS if utilisation(b, way, **sizes) >= target), math.inf)
 
 
 # ==== 3. Compressors in PyTorch: the reference of the kernels, and the path on a CPU ==================================

@@ -28,16 +28,20 @@ What it shows
     --moe E (07): E experts in place of each MLP, each token through its best --top-k, of a width at which it meets as
     many weights as in the dense model. --balance keeps their loads alike. With --sync ddp the experts are spread over
     the processes (--ep-policy); other processes have all of them.
+    --tp K (05): a worker is K neighbouring processes, each with a part of every matrix, of the classes too, and all of
+    the worker's tokens; the loss is then cce-exact or cce-filter. Works under every --sync; experts are not cut so.
+    --recompute and --offload keep less for backward: each layer's input, from which it runs again; or everything, but in
+    host memory (CPU: in files). --plan LINK names the flags that train this model best on --gpus GPUs, present or not.
 
 What stays the same whatever the number of processes
     --batch counts the sequences of one step over ALL processes and micro-batches. Sequence i of step s is number
     s * batch + i of a shuffled order that depends on --seed alone, so with the same --batch, --accum and, with --sync
-    ddp, --gpus only cut the same step into parts: the losses agree to rounding (sparse gradients to their error, and
+    ddp, --gpus and --tp only cut the same step into parts: the losses agree to rounding (sparse gradients to their error, and
     but for --balance micro, which is of a process's tokens). The position in the data is the step number.
     (Without --batch, a GPU run takes up to 64 sequences a process, so there two GPUs take larger steps than one.)
 
 Defaults come from --preset, and that from the device. Checkpoints restore the flags they were made with, except those
-that belong to one launch (--device, --gpus, --ep-policy, --log, --sample). A flag given beside --resume wins, unless it
+that belong to one launch (--device, --gpus, --tp, --recompute, --offload, --ep-policy, --log, --sample). A flag given beside --resume wins, unless it
 would change the model, which is refused. A resumed run ends with the weights of one that was never stopped, bit for bit
 on one CPU process, and on one GPU with --deterministic.
 """
@@ -477,12 +481,12 @@ class Optimizer:
     torch's, in finish(). With --clip or --accum 04's steps, too, wait for finish(). group: over which parameters
     with a `cut` are spread. origins: {name: first element} of what tensor parallelism cut."""
 
-    def __init__(self, model, args, world, origins):
-        self.forged, self.group, model.head = None, world.parts, None
+    def __init__(self, model, args, group=None, origins=None):
+        self.forged, self.group, model.head = None, group, None
         if args.optimizer != "adamw":
             whole = dict(embeddings=True, classifier="classifier") if args.optimizer == "forge-cce" else {}
-            origins = {name: place for name, place in origins.items() if whole or name.startswith("blocks")}
-            summed = world.workers if args.sync == "ddp" else 1  # whose gradients would have to be: 04 refuses more
+            origins = {name: place for name, place in (origins or {}).items() if whole or name.startswith("blocks")}
+            summed = args.processes // args.tp if args.sync == "ddp" else 1  # whose gradients: 04 refuses more
             self.forged = forging.forge(model, RULE, args.states, seed=args.seed, data_parallel=summed, origins=origins,
                                         **whole)
             model.head = self.forged["classifier"] if whole else None
@@ -490,7 +494,7 @@ class Optimizer:
         matrices, others = ([p for p in self.parameters if (p.dim() >= 2) == wanted] for wanted in (True, False))
         groups = [dict(params=matrices, weight_decay=WEIGHT_DECAY), dict(params=others, weight_decay=0.0)]
         self.ordinary = torch.optim.AdamW(groups, lr=args.lr, betas=BETAS, fused=True)  # one kernel, no temporaries
-        self.clip, self.waits, self.device = args.clip, waits(args), world.device
+        self.clip, self.waits, self.device = args.clip, waits(args), next(model.parameters()).device
 
     def begin(self, step, lr):
         """What the backward passes that follow belong to: step 1, 2, ..."""
@@ -1059,7 +1063,7 @@ def run(args):
         if everybody:
             world.parts = everybody
             mixture.expert_parallel(model, everybody, args.ep_policy)
-    optimizer = Optimizer(model, args, world, origins)
+    optimizer = Optimizer(model, args, world.parts, origins)
     start = args.start
     if method:
         several = world.workers > 1
@@ -1240,10 +1244,74 @@ def compare_memory(config, model, optimizer, alive, world, args, device):
         yield f"{name:<12}{size / MIB:>11,.0f}{'needs a GPU' if math.isnan(seen) else f'{seen / MIB:,.0f}':>13}"
 
 
-# ==== 6. The command line =============================================================================================
+# ==== 6. A plan, for GPUs that need not be here =======================================================================
 
-NOT_SAVED = ("resume", "dry_run", "out", "sample", "gpus", "tp", "recompute", "offload", "ep_policy", "device", "log",
-             "checkpoint", "start", "data_digest", "processes", "torchrun", "why_dtype", "why_loss", "why_optimizer")
+
+def print_plan(args, argv):
+    """--plan: the fastest plans of 05's planner; then the flags of the fastest that this program can carry out, which
+    cuts by batch and by matrix alone, with the way to synchronise that 06 says the link bears."""
+    gib = torch.cuda.get_device_properties(0).total_memory / 2**30 if torch.cuda.is_available() else 141
+    config, batch = make_config(args), args.batch or 64 * args.gpus
+    text = (f"params={config.parameters()} layers={args.layers} dim={args.dim} vocab={args.vocab} seq={args.seq} "
+            f"heads={args.heads} batch={batch} gpus={args.gpus} gib={gib} link={args.plan}")
+    model, gpus, gib, links, batch, chip = parallel.parse_plan(text)
+    hosts = -(-gpus // links.host)
+    if hosts > 1 and gpus % links.host:
+        raise ValueError(f"--gpus {gpus}: hosts have {links.host}: use --gpus {hosts * links.host}")
+    parallel.print_plans(text)
+    speed = links.between * 8 if hosts > 1 else links.inside * 8  # bits a second of a GPU
+    # What workers send each other is 06's affair: here a mesh is as fast as if that took no time.
+    plans = parallel.plan(model, gpus, gib, links._replace(between=math.inf), batch, chip)
+    print(f"\nGPUs that compute, of {gpus}, if each sends {speed / 1e9:,.0f} Gbit/s; and what 90 % would need")
+    # Gradients and weights are sent in fp32, streaming's in 4 bits: a quarter, by 06, of 2 bytes.
+    for sync, way, size in ("ddp", "data parallel", 4), ("diloco", "DiLoCo", 4), ("streaming", "+ 4 bit", 2):
+        one, accum = feasible(plans, config, batch, gib, args, sync)
+        step = parallel.step_flops(model, batch * model.seq, one.recompute) / (gpus * chip.peak * chip.reach)
+        sizes = dict(P=model.params / one.tp, step=step, bits=8 * low_comm.data_parallel_bytes(1, one.dp, size))
+        sizes |= dict(H=low_comm.METHODS[sync].inner_steps, fragments=3) if sync != "ddp" else {}
+        share, needed = low_comm.utilisation(speed, way, **sizes), low_comm.needed_bandwidth(way, 0.9, **sizes)
+        mesh = f"dp {one.dp} x tp {one.tp}{', recomputed' * one.recompute}"
+        print(f"--sync {sync:<10}{share:>5.0%}  {needed / 1e9:>6,.1f} Gbit/s  ({mesh})")
+        if share >= 0.9:
+            break
+    words = [f"python {shlex.quote(os.path.relpath(__file__))} --gpus {gpus}"]
+    if hosts > 1:
+        words = [f"torchrun --nnodes {hosts} --nproc-per-node {links.host} --rdzv-backend c10d",
+                 f"--rdzv-endpoint HOST:29500 -- {shlex.quote(os.path.relpath(__file__))}"]
+    words += [f"--sync {sync}"] * (one.dp > 1) + [f"--tp {one.tp}"] * (one.tp > 1) + ["--recompute"] * one.recompute
+    words += [f"--batch {batch}"] + [f"--accum {accum}"] * (accum > 1) + [f"--preset {args.preset}"]
+    parser = make_parser()
+    for name, value in vars(parser.parse_args(argv)).items():  # what else was asked for
+        if value != parser.get_default(name) and name not in ("plan", "gpus", "batch", "accum", "preset"):
+            values = value if isinstance(value, list) else [] if value is True else [value]
+            words += [f"--{name.replace('_', '-')}", *(shlex.quote(str(v)) for v in values)]
+    print("type:", *words)
+    return 0
+
+
+def feasible(plans, config, batch, gib, args, sync):
+    """(Plan, micro-batches) of the first of these Plans that this program can carry out, in the fewest micro-batches
+    whose memory, as predicted here, fits. ValueError when there is none."""
+    for one in plans:
+        if one.pp > 1 or one.cp > 1 or one.zero or config.vocab % one.tp:
+            continue
+        each = batch // one.dp
+        for accum in (k for k in range(1, each + 1) if each % k == 0):
+            summed = accum > 1 or sync == "ddp" and one.dp > 1
+            flags = vars(args) | dict(tp=one.tp, recompute=one.recompute, accum=accum, states="fp32", sync=sync,
+                                      optimizer="adamw" if summed else "forge-cce")
+            flags = argparse.Namespace(**flags)
+            if predict_memory(config, each // accum, accum, flags, torch.device("cuda"))[1] < 0.85 * gib * 2**30:
+                return one, accum
+    raise ValueError(f"--plan: cut by batch and by matrix alone nothing fits {args.gpus} GPU(s) of {gib:.0f} GiB: use "
+                     "more --gpus, or a smaller --seq")
+
+
+# ==== 7. The command line =============================================================================================
+
+NOT_SAVED = ("resume", "dry_run", "out", "sample", "gpus", "tp", "recompute", "offload", "plan", "ep_policy", "device",
+             "log", "checkpoint", "start", "data_digest", "processes", "torchrun", "why_dtype", "why_loss",
+             "why_optimizer")
 
 
 class Parser(argparse.ArgumentParser):
@@ -1290,6 +1358,8 @@ def make_parser():
     add("--recompute", action="store_true", help="keep each layer's input only, and run it again in backward (05)")
     add("--offload", action="store_true",
         help="keep what backward needs in host memory (of a GPU), or in files in --out (CPU) (05)")
+    add("--plan", type=float, metavar="LINK",
+        help="print how --gpus GPUs, present or not, would best train this, LINK Gbit/s a GPU between hosts (05, 06)")
     add("--seed", type=int, default=0, help="of weights, order of data and sample (0)")
     add("--deterministic", action="store_true", help="bitwise repeatable on a GPU, slower")
     add("--out", default="out", help="directory of checkpoints (out)")
@@ -1339,8 +1409,13 @@ def parse(argv):
     present = torch.cuda.device_count()
     args.gpus = args.gpus or (1 if args.torchrun else max(1, args.tp))
     wanted = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if args.torchrun else args.gpus
-    on_gpus = args.device == "cuda" or args.device is None and (present > 0 or args.gpus > 1)
-    if on_gpus and wanted > present:
+    planned = args.plan is not None
+    on_gpus = planned or args.device == "cuda" or args.device is None and (present > 0 or args.gpus > 1)
+    chosen = [f"--{name}" for name in ("sync", "optimizer", "tp", "recompute", "offload", "moe")
+              if planned and getattr(args, name) not in (None, False, 1, 0)]
+    if chosen:
+        raise ValueError(f"--plan with {', '.join(chosen)}: it chooses flags, for a dense model: drop {chosen[0]}")
+    if on_gpus and wanted > present and not planned:
         raise ValueError(
             f"{wanted} process(es) on GPUs, but this machine has {present} GPU(s): use "
             f"{f'--gpus {present}, or ' if present else ''}processes on the CPU with --device cpu"
@@ -1454,9 +1529,6 @@ def choose_optimizer(args, workers):
 def choose_sync(args, workers, record):
     """The flag, completed: diloco for several workers, none for one. ValueError for what cannot be."""
     sync = args.sync or ("diloco" if workers > 1 else "none")
-    if args.tp > 1 and (sync == "none") != (workers == 1) and sync != "ddp":
-        raise ValueError(f"--sync {sync} with --tp {args.tp} and {workers} worker(s): use --sync "
-                         f"{'none' if workers == 1 else 'diloco or ddp'}")
     if args.inner_steps is not None and sync not in low_comm.METHODS:
         raise ValueError(f"--inner-steps {args.inner_steps}: with --sync {sync} there are no rounds: drop it, or use "
                          "another --sync")
@@ -1469,10 +1541,13 @@ def choose_sync(args, workers, record):
         saved, tp = 1 + len(record.get("workers", [])), record.get("tp", 1)
         idle = args.steps <= (record["step"] if tp == args.tp else 0)
         if (saved, tp) != (args.processes, args.tp) and not idle:
-            cut, here = (f", each of {k} processes" * (k > 1) for k in (tp, args.tp))
-            raise ValueError(f"the checkpoint is of {saved // tp} workers{cut} that train apart (--sync {sync}), this "
-                             f"launch has {workers}{here}: use --gpus {saved}{f' --tp {tp}' * (tp > 1 or args.tp > 1)} "
-                             "(or as many processes under torchrun)")
+            of = lambda workers, k: f"{workers} worker(s)" + f" of {k} processes each" * (k > 1)  # noqa: E731
+            flags = f"--gpus {saved}" + f" --tp {tp}" * (tp > 1 or args.tp > 1)
+            raise ValueError(f"the checkpoint is of {of(saved // tp, tp)} that train apart (--sync {sync}), this launch "
+                             f"has {of(workers, args.tp)}: use {flags} (or as many processes under torchrun)")
+    if args.steps and args.tp > 1 and (sync == "none") != (workers == 1) and sync != "ddp":
+        raise ValueError(f"--sync {sync} with --tp {args.tp} and {workers} worker(s): use --sync "
+                         f"{'none' if workers == 1 else 'diloco or ddp'}")
     return sync
 
 
@@ -1520,6 +1595,8 @@ def choose_outer(args, going_on):
 
 def choose_dtype(args):
     """(dtype, reason)."""
+    if args.plan is not None:
+        return args.dtype or "bf16", "to plan with"
     if args.device == "cpu" and args.dtype is None:
         return "fp32", "fastest on most CPUs"
     if args.device == "cpu":
@@ -1562,6 +1639,8 @@ def guarded(function, *args):
 
 def launch(argv):
     args = parse(argv)
+    if args.plan is not None:
+        return print_plan(args, argv)
     if args.steps and not args.dry_run:
         Path(args.out).mkdir(parents=True, exist_ok=True)  # fails now rather than when there is something to lose
     if args.deterministic:
