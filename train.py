@@ -30,20 +30,20 @@ What it shows
     the processes (--ep-policy); other processes have all of them.
     --tp K (05): a worker is K neighbouring processes, each with a part of every matrix, of the classes too, and all of
     the worker's tokens; the loss is then cce-exact or cce-filter. Works under every --sync; experts are not cut so.
-    --recompute and --offload keep less for backward: each layer's input, from which it runs again; or everything, but in
-    host memory (CPU: in files). --plan LINK names the flags that train this model best on --gpus GPUs, present or not.
+    --recompute and --offload leave less in memory for backward: each layer's input, from which it runs again; or all
+    of it elsewhere. --plan LINK names the flags that train this model best on --gpus GPUs, present or not.
 
 What stays the same whatever the number of processes
     --batch counts the sequences of one step over ALL processes and micro-batches. Sequence i of step s is number
     s * batch + i of a shuffled order that depends on --seed alone, so with the same --batch, --accum and, with --sync
-    ddp, --gpus and --tp only cut the same step into parts: the losses agree to rounding (sparse gradients to their error, and
-    but for --balance micro, which is of a process's tokens). The position in the data is the step number.
+    ddp, --gpus and --tp only cut the same step into parts: the losses agree to rounding (sparse gradients to their
+    error, and but for --balance micro, which is of a process's tokens). The position in the data is the step number.
     (Without --batch, a GPU run takes up to 64 sequences a process, so there two GPUs take larger steps than one.)
 
 Defaults come from --preset, and that from the device. Checkpoints restore the flags they were made with, except those
-that belong to one launch (--device, --gpus, --tp, --recompute, --offload, --ep-policy, --log, --sample). A flag given beside --resume wins, unless it
-would change the model, which is refused. A resumed run ends with the weights of one that was never stopped, bit for bit
-on one CPU process, and on one GPU with --deterministic.
+that belong to one launch (--device, --gpus, --tp, --recompute, --offload, --ep-policy, --log, --sample). A flag given
+beside --resume wins, unless it would change the model, which is refused. A resumed run ends with the weights of one
+that was never stopped, bit for bit on one CPU process, and on one GPU with --deterministic.
 """
 
 import argparse
@@ -486,7 +486,7 @@ class Optimizer:
         if args.optimizer != "adamw":
             whole = dict(embeddings=True, classifier="classifier") if args.optimizer == "forge-cce" else {}
             origins = {name: place for name, place in (origins or {}).items() if whole or name.startswith("blocks")}
-            summed = args.processes // args.tp if args.sync == "ddp" else 1  # whose gradients: 04 refuses more
+            summed = args.processes // args.tp if args.sync == "ddp" else 1  # had to be, if several: 04 refuses
             self.forged = forging.forge(model, RULE, args.states, seed=args.seed, data_parallel=summed, origins=origins,
                                         **whole)
             model.head = self.forged["classifier"] if whole else None
@@ -990,12 +990,12 @@ def describe_run(config, data, world, args, device, start):
             f"factors are kept, the smaller up to {enough:,.0f} tokens" if mine <= enough else
             f"beyond {enough:,.0f} tokens gradients are kept: --optimizer adamw does that in fewer passes"
         )
-    who = "process(es)" if args.tp == 1 else f"worker(s), each of {args.tp} processes,"
     if args.recompute:
         yield "        a layer keeps its input only and runs again in backward: a third more of its FLOPs"
     if args.offload:
         where = "pinned host memory" if device.type == "cuda" else f"files in {args.out}"
         yield f"        what backward needs waits in {where}; weights, small tensors and about a layer under way stay"
+    who = "process(es)" if args.tp == 1 else f"worker(s), each of {args.tp} processes,"
     yield f"step    {tokens:,} tokens = {args.batch} sequences of {args.seq} = " + (
         f"{world.workers} {who} x {args.accum} micro-batch(es) x {micro}"
     )
@@ -1541,10 +1541,11 @@ def choose_sync(args, workers, record):
         saved, tp = 1 + len(record.get("workers", [])), record.get("tp", 1)
         idle = args.steps <= (record["step"] if tp == args.tp else 0)
         if (saved, tp) != (args.processes, args.tp) and not idle:
-            of = lambda workers, k: f"{workers} worker(s)" + f" of {k} processes each" * (k > 1)  # noqa: E731
+            there, here = (f"{n // k} worker(s)" + f" of {k} processes each" * (k > 1)
+                           for n, k in ((saved, tp), (args.processes, args.tp)))
             flags = f"--gpus {saved}" + f" --tp {tp}" * (tp > 1 or args.tp > 1)
-            raise ValueError(f"the checkpoint is of {of(saved // tp, tp)} that train apart (--sync {sync}), this launch "
-                             f"has {of(workers, args.tp)}: use {flags} (or as many processes under torchrun)")
+            raise ValueError(f"the checkpoint is of {there} that train apart (--sync {sync}), this launch has {here}: "
+                             f"use {flags} (or as many processes under torchrun)")
     if args.steps and args.tp > 1 and (sync == "none") != (workers == 1) and sync != "ddp":
         raise ValueError(f"--sync {sync} with --tp {args.tp} and {workers} worker(s): use --sync "
                          f"{'none' if workers == 1 else 'diloco or ddp'}")
