@@ -1220,6 +1220,9 @@ def lean(model, compiled=True, remake=True, kernel=None):
         dtype = forging.compute_dtype(stream[0])
         return add_norm(*x, weight, dtype) if len(stream) == 2 else (x, norm(x, weight, dtype))
 
+    def onward(x, branch):
+        return (x, branch) if remake else x + branch  # recompute() keeps what it is given
+
     def layer(block, plain, x, cos, sin):
         if not torch.is_grad_enabled():
             return plain(x, cos, sin)
@@ -1229,10 +1232,10 @@ def lean(model, compiled=True, remake=True, kernel=None):
         branch = block.proj(block.attend(q, k, v).transpose(1, 2).flatten(2))
         if not hasattr(block, "up"):
             x = x + branch
-            return x, block.mlp(block.norm2(x))
+            return onward(x, block.mlp(block.norm2(x)))
         x, n = enter_norm((x, branch), block.norm2.weight)
         h = keep(block.up, n, norm, x, block.norm2.weight, n.dtype)
-        return x, keep(block.down, gelu(h), gelu, h)
+        return onward(x, keep(block.down, gelu(h), gelu, h))
 
     def last(plain, x):
         return enter_norm(x, model.norm.weight)[1] if torch.is_grad_enabled() else plain(x)
@@ -1242,12 +1245,13 @@ def lean(model, compiled=True, remake=True, kernel=None):
     model.norm.forward = functools.partial(last, model.norm.forward)
 
 
-def lean_saving(config, tokens, width, experts=False):
+def lean_saving(config, tokens, width, experts=False, cut=1):
     """Bytes of 01's activation_bytes (with fused norms) that lean() does not keep, products being of `width` bytes: of a
     layer's numbers both norms (2 D a token), q and k before they are turned (2), the activation (4); in layers with
-    experts the first norm, q and k alone. And of E, what fp32 has more."""
-    layer = 3 if experts else 8
-    return tokens * config.dim * (width * layer * config.layers + 4 - width)
+    experts the first norm, q and k alone. And of E, what fp32 has more. cut: tensor-parallel ranks, which share all but
+    the norms."""
+    layer = (1 if experts else 2) + (2 if experts else 6) / cut
+    return int(tokens * config.dim * (width * layer * config.layers + 4 - width))
 
 
 class Offload(saved_tensors_hooks):

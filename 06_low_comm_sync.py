@@ -187,9 +187,9 @@ PUBLISHED = {
 }
 
 
-def needed_bandwidth(way, target):
-    """Smallest of BANDWIDTHS, in bits a second, with at least this utilisation."""
-    return next(b for b in BANDWIDTHS if utilisation(b, way) >= target)
+def needed_bandwidth(way, target, **sizes):
+    """Smallest of BANDWIDTHS, in bits a second, with at least this utilisation; sizes: those of utilisation."""
+    return next((b for b in BANDWIDTHS if utilisation(b, way, **sizes) >= target), math.inf)
 
 
 # ==== 3. Compressors in PyTorch: the reference of the kernels, and the path on a CPU ==================================
@@ -728,15 +728,17 @@ class Dist:
     wait for each other (timeout), but not for those whose end 01's spawn has seen. The store is that of MASTER_ADDR and
     MASTER_PORT, so it should live in a process that outlasts the workers: torchrun's, or the parent of 01's spawn.
     rank: given only by a worker that joins a group at work, under a number of its own, after as many Dist objects as
-    the others made before."""
+    the others made before. group: the workers are this part of all processes: 05's tensor parallelism cuts each worker
+    over several, and there is a group for each cut. The verdict is then of all processes, so that no cut is a round
+    ahead of another, and after an abort the run ends: a worker that lost a part is of no use."""
 
     count, silent = 0, None  # of this process's objects: each has its own keys in the store
 
-    def __init__(self, device="cpu", timeout=60.0, grace=None, rank=None):
-        self.device, self.timeout = torch.device(device), timeout
+    def __init__(self, device="cpu", timeout=60.0, grace=None, rank=None, group=None):
+        self.device, self.timeout, self.group = torch.device(device), timeout, group
         self.grace = timeout if grace is None else grace
-        self.rank = dist.get_rank() if rank is None else rank
-        self.size = max(dist.get_world_size() if rank is None else 0, self.rank + 1)
+        self.rank = dist.get_rank(group) if rank is None else rank
+        self.size = max(dist.get_world_size(group) if rank is None else 0, self.rank + 1)
         self.ranks, self.members = (self.rank,), tuple(range(self.size)) if rank is None else ()
         self.joined = {r: -1 for r in self.members}  # rank: step at which it came
         self.bytes_sent, self.broken, self.epoch, self.jobs, self.handled = 0.0, False, 0, 0, 0
@@ -747,7 +749,7 @@ class Dist:
         self.store = dist.TCPStore(*place, is_master=False, timeout=self.wait(timeout))
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self.thread = concurrent.futures.ThreadPoolExecutor(1, initializer=self.begin)
-        if rank is None and self.stream is None:  # the same group, but one whose calls end after our timeout
+        if rank is None and group is None and self.stream is None:  # the same, but its calls end after our timeout
             dist.destroy_process_group()
             self.connect(f"{self.prefix}group")
 
@@ -795,7 +797,7 @@ class Dist:
         payload, members = part.payload[0], self.members
         if (part.W[np.ix_(members, members)] != 0).all():
             stack = payload.new_empty(len(members), *payload.shape)
-            self.done(dist.all_gather(list(stack), payload, async_op=True))
+            self.done(dist.all_gather(list(stack), payload, group=self.group, async_op=True))
             self.bytes_sent += part.counted * (len(members) - 1) * payload.numel()
             return Arrived(members, stack)
         to = destinations(part.W, self.rank, members)
@@ -803,8 +805,9 @@ class Dist:
         stack = payload.new_empty(len(senders), *payload.shape)
         stack[senders.index(self.rank)] = payload
         index = {rank: i for i, rank in enumerate(members)}  # ranks of the present group
-        calls = [dist.P2POp(dist.isend, payload, index[k]) for k in to]
-        calls += [dist.P2POp(dist.irecv, stack[i], index[j]) for i, j in enumerate(senders) if j != self.rank]
+        op = functools.partial(dist.P2POp, group=self.group)
+        calls = [op(dist.isend, payload, group_peer=index[k]) for k in to]
+        calls += [op(dist.irecv, stack[i], group_peer=index[j]) for i, j in enumerate(senders) if j != self.rank]
         for work in dist.batch_isend_irecv(calls) if calls else ():
             self.done(work)
         self.bytes_sent += part.counted * len(to) * payload.numel()
@@ -814,10 +817,10 @@ class Dist:
         """Each worker gets its chunk of all, adds up, compresses the sum, and all gather the sums."""
         payload, J = part.payload[0], len(self.members)  # (J, bytes)
         mine = torch.empty_like(payload)
-        self.done(dist.all_to_all_single(mine, payload, async_op=True))
+        self.done(dist.all_to_all_single(mine, payload, group=self.group, async_op=True))
         total = part.combine(mine[:, None])[0, 0]  # (bytes,)
         sums = torch.empty_like(payload)
-        self.done(dist.all_gather(list(sums), total, async_op=True))
+        self.done(dist.all_gather(list(sums), total, group=self.group, async_op=True))
         self.bytes_sent += part.counted * 2 * (J - 1) * total.numel()
         return Arrived((None,), sums[None])
 
@@ -835,7 +838,7 @@ class Dist:
         self.jobs += 1
         if not good:
             self.store.compare_set(verdict, "", no)
-        elif self.store.add(f"{key}/arrived", 1) == len(self.members):
+        elif self.store.add(f"{key}/arrived", 1) == (dist.get_world_size() if self.group else len(self.members)):
             self.commit(verdict)
         else:
             try:
@@ -871,6 +874,9 @@ class Dist:
 
     def reform(self, step, joining=()):
         """A new group of whoever is there, and of those who join. True when this worker is in it."""
+        if self.group is not None:
+            raise ConnectionError(f"step {step}: a process was lost, and with it a part of a worker: use --resume "
+                                  "to go on with as many processes as before")
         return self.thread.submit(self.regroup, step, joining).result()
 
     def regroup(self, step, joining, patience=None):

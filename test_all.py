@@ -1533,6 +1533,17 @@ BAD_FLAGS = {
     "biases would go their own way": ["--moe", 4, "--balance", "bias", "--gpus", 2, "--device", "cpu"],
     "--sync streaming needs at least 3": ["--sync", "streaming", "--inner-steps", 2],
     "--states int8 goes with --optimizer forge": ["--optimizer", "adamw", "--states", "int8"],
+    "a process has whole heads: use --tp 2": ["--tp", 4, "--device", "cpu"],
+    "use --vocab 258": ["--tp", 2, "--vocab", 257, "--device", "cpu"],
+    "a worker is 2 of them: use --gpus 4": ["--tp", 2, "--gpus", 3, "--device", "cpu"],
+    "use a --dim that 256 divides": ["--tp", 2, "--states", "int8", "--device", "cpu"],
+    "by its own norm": ["--tp", 2, "--optimizer", "forge", "--clip", 1, "--device", "cpu"],
+    "and 2 worker(s): use --sync diloco or ddp": ["--tp", 2, "--gpus", 4, "--sync", "none", "--device", "cpu"],
+    "and 1 worker(s): use --sync none": ["--tp", 2, "--sync", "diloco", "--device", "cpu"],
+    "must be a multiple of 3 workers": ["--tp", 2, "--gpus", 6, "--sync", "ddp", "--device", "cpu"],
+    "it chooses flags, for a dense model: drop --tp": ["--plan", 400, "--tp", 2],
+    "link=0.0: give a positive number": ["--plan", 0], "hosts have 8: use --gpus 16": ["--plan", 1, "--gpus", 12],
+    "GPUs of 141 GiB would do": ["--plan", 1, "--gpus", 4, "--layers", 80, "--dim", 8192, "--heads", 64, "--batch", 64],
 }
 
 
@@ -1548,6 +1559,313 @@ def test_more_gpus_than_present_is_one_clear_line(tiny, capsys):
         assert tiny(*flags)[0] == 2
         error = capsys.readouterr().err
         assert "99 process(es) on GPUs, but this machine has" in error and "--device cpu" in error
+
+
+# --- train.py: flags that cut or remake ---
+
+FEATURES = {
+    "accum": dict(accum=2), "clip": dict(clip=0.5), "forge": dict(optimizer="forge"),
+    "forge-cce": dict(optimizer="forge-cce"), "states": dict(states="bf16"), "ddp": dict(sync="ddp"),
+    "diloco": dict(sync="diloco", inner_steps=1), "noloco": dict(sync="noloco", inner_steps=1), "tp": dict(tp=2),
+    "moe": dict(moe=4), "ep": dict(moe=4, ep_policy="llep"), "bias": dict(moe=4, balance="bias"),
+    "recompute": dict(recompute=True), "offload": dict(offload=True), "cce": dict(loss="cce"),
+    "cce-sparse": dict(loss="cce-sparse"),
+    "cce-filter": dict(loss="cce-filter"), "reference": dict(loss="reference"),
+}
+# A row's feature with those above it, in their order. "." works, "=" is the same flag twice, a letter is a refusal.
+COMPOSES = """
+accum
+clip       .
+forge      . .
+forge-cce  . . =
+states     . . . .
+ddp        . . s s s
+diloco     . . . . . =
+noloco     . . . . . = =
+tp         . . . . . . . .
+moe        . . . . . . . . e
+ep         . . s s s . p p e .
+bias       . . . . . . b b e . .
+recompute  . . . . . . . . . . . .
+offload    . . . . . . . . . . . . .
+cce        . . . . . . . . v . . . . .
+cce-sparse . . . . . . . . v . . . . . =
+cce-filter . . . f . . . . . . . . . . = =
+reference  . . . f . . . . l . . . . . = = =
+"""
+REFUSALS = {
+    "s": "sums gradients that forge never makes: use --sync diloco", "e": "experts would not be cut",
+    "p": "every process has all experts: use --gpus N --sync ddp", "b": "biases would go their own way: use --balance",
+    "v": "from one whole vocabulary: use --loss cce-exact", "l": "makes all logits: use --loss cce-exact",
+    "f": "it takes cce, cce-exact, cce-sparse: use forge",
+}
+PAIRS = {(row.split()[0], other): sign for row in COMPOSES.split("\n")[1:-1]
+         for other, sign in zip(FEATURES, row.split()[1:], strict=False)}
+OTHERS = [dict(sync=method, inner_steps=3, tp=2)
+          for method in ("gossip", "streaming", "sparseloco", "bagua-d-lp-s", "co2")]
+SMALL = "--layers 1 --dim 32 --heads 2 --seq 16 --batch 8 --steps 2 --lr 3e-3 --dtype fp32 --preset cpu --device cpu"
+
+
+def merged(*features):
+    """The flags of these features. Experts can be spread where gradients are summed."""
+    flags = {flag: value for feature in features for flag, value in FEATURES[feature].items()}
+    return dict(sync="ddp") | flags if "ep_policy" in flags else flags
+
+
+def uncut(flags):
+    """Flags of the run that must have the same losses: all that backward needs is kept, workers are whole, and where
+    they sum gradients there is one."""
+    rest = {flag: value for flag, value in flags.items() if flag not in ("tp", "recompute", "offload")}
+    if rest.get("sync") == "ddp":
+        rest = {flag: value for flag, value in rest.items() if flag not in ("sync", "ep_policy")}
+        rest["optimizer"] = "adamw"
+    return rest
+
+
+def processes(flags):
+    return (2 if "sync" in flags else 1) * flags.get("tp", 1)
+
+
+def norm_of_all(self):
+    """Of what every process has, too, each copy counts."""
+    norm = self.over_parts(torch.nn.utils.get_total_norm([p.grad for p in self.parameters]))
+    torch.nn.utils.clip_grads_with_norm_(self.parameters, self.clip or math.inf, norm)
+    return norm
+
+
+# name: (where, what, the bug, flags whose run must differ from the uncut one's)
+CUT_BUGS = {
+    "a part's norm": (train.Optimizer, "over_parts", lambda self, norm: norm, merged("tp", "clip")),
+    "a norm of copies": (train.Optimizer, "clip_gradients", norm_of_all, merged("tp", "clip")),
+    "no sum in backward": (parallel, "enter", lambda x, group, sequence=False: x, merged("tp", "recompute")),
+    "no sum over workers": (train, "all_reduce_gradients", lambda model, world: None, merged("tp", "ddp")),
+}
+
+
+def run_in_turn(runs):
+    """In each of some processes: train.py's runs [(args, a bug or None)], one after the other."""
+    for args, bug in runs:
+        with pytest.MonkeyPatch.context() as patch:
+            if bug:
+                patch.setattr(*CUT_BUGS[bug][:3])
+            if train.run(args):
+                sys.exit(1)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory, text):
+    """small(flags, bug=None): rows of that run's log; (parse=True) its flags alone. All runs of several processes are
+    made at once, in one launch for each number of processes: a launch takes longer than ten of them."""
+    folder, rows = tmp_path_factory.mktemp("small"), {}
+    (folder / "val.txt").write_bytes(text.read_bytes()[:65])
+
+    def key(flags, bug=None):
+        return (*sorted(flags.items()), bug)
+
+    def parse(flags):
+        out = folder / str(len(list(folder.iterdir())))
+        out.mkdir()
+        words = [word for flag, value in flags.items() for word in (f"--{flag.replace('_', '-')}", value)
+                 if word is not True]
+        argv = [*SMALL.split(), "--data", text, "--val", folder / "val.txt", "--sample", "", "--out", out, "--log",
+                out / "log", "--gpus", processes(flags), *words]
+        return train.parse([str(a) for a in argv])
+
+    def read(args):
+        return [json.loads(line) for line in Path(args.log).read_text().splitlines()]
+
+    launches = {}
+    for pair, sign in PAIRS.items():
+        for flags in (merged(*pair), uncut(merged(*pair))) if sign == "." else ():
+            launches.setdefault(processes(flags), {})[key(flags)] = flags, None
+    for flags in [flags for cut in OTHERS for flags in (cut, uncut(cut))]:
+        launches[processes(flags)][key(flags)] = flags, None
+    for bug, (*_, flags) in CUT_BUGS.items():
+        launches[processes(flags)][key(flags, bug)] = flags, bug
+    for count in (2, 4):
+        asked = {name: (parse(flags), bug) for name, (flags, bug) in launches[count].items()}
+        base.spawn(run_in_turn, count, "cpu", (list(asked.values()),))
+        rows |= {name: read(args) for name, (args, _) in asked.items()}
+
+    def run(flags, bug=None):
+        if key(flags, bug) not in rows:
+            args = parse(flags)
+            assert train.run(args) == 0
+            rows[key(flags)] = read(args)
+        return rows[key(flags, bug)]
+
+    run.parse = parse
+    return run
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_two_features_compose_or_are_refused(small, pair):
+    """What only changes where things are or who computes them leaves losses and norms as they were."""
+    sign, flags = PAIRS[pair], merged(*pair)
+    if sign == "=":
+        return
+    if sign != ".":
+        with pytest.raises(ValueError, match=REFUSALS[sign]):
+            small.parse(flags)
+        return
+    found, expected = small(flags), small(uncut(flags))
+    assert len(losses(found)) == 2 and losses(found) == pytest.approx(losses(expected), abs=1e-5)
+    narrow = flags.get("states") == "bf16"
+    assert norms(found) == pytest.approx(norms(expected), rel=2e-3 if narrow else 2e-5)
+
+
+@pytest.mark.parametrize("flags", OTHERS, ids=lambda flags: flags["sync"])
+def test_cut_workers_synchronise_by_other_methods(small, flags):
+    """Each process sends its part; a method that compresses does so in other blocks."""
+    found, expected = small(flags), small(uncut(flags))
+    assert losses(found) == pytest.approx(losses(expected), abs=1e-5)
+    assert found[-1]["val_loss"] == pytest.approx(expected[-1]["val_loss"], abs=2e-3)
+
+
+@pytest.mark.parametrize("bug", CUT_BUGS)
+def test_cut_twin(small, bug):
+    flags = CUT_BUGS[bug][3]
+    assert norms(small(flags, bug)) != pytest.approx(norms(small(uncut(flags))), rel=2e-5)
+
+
+@pytest.mark.parametrize("flags", [
+    ["--dim", 256, "--states", "int8"], ["--dim", 32, "--optimizer", "adamw", "--accum", 2]], ids=["int8", "adamw"])
+def test_cut_runs_go_on_uncut_and_the_other_way(tiny, capsys, flags):
+    """A checkpoint is of the whole model, with the whole optimizer's state. The twin drops that state."""
+    flags = ["--device", "cpu", "--save-every", 3, "--log-every", 1, *flags]
+    whole = losses(tiny(*flags, out="whole")[1])
+    tiny(*flags, "--tp", 2, out="parts")
+    for out in ("whole", "parts"):
+        os.remove(train.checkpoint_files(tiny.folder / out)[0])
+    shutil.copytree(tiny.folder / "parts", tiny.folder / "twin")
+    shutil.copy(tiny.folder / "parts.jsonl", tiny.folder / "twin.jsonl")
+    more = ["--device", "cpu", "--resume", "--steps", 6, *flags[6:8]]
+    assert losses(tiny(*more, out="parts")[1]) == pytest.approx(whole, abs=2e-5)
+    assert losses(tiny(*more, "--tp", 2, out="whole")[1]) == pytest.approx(whole, abs=2e-5)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train.Optimizer, "load_state_dict", lambda self, saved, whole: None)
+        assert losses(tiny(*more, out="twin")[1]) != pytest.approx(whole, abs=2e-5)
+
+
+def test_cut_workers_resume_in_the_middle_of_a_round(tiny, capsys):
+    """Bit for bit, with a file for each process; what is not cut is the same in all processes of a worker; and one
+    process can look at the model."""
+    flags = ["--device", "cpu", "--gpus", 4, "--tp", 2, "--inner-steps", 3, "--steps", 5, "--save-every", 4]
+    whole = tiny(*flags, out="whole")[2]
+    shutil.copytree(tiny.folder / "whole", tiny.folder / "parts")
+    os.remove(train.checkpoint_files(tiny.folder / "parts")[0])
+    states = sync_states(tiny.folder / "parts")
+    model = base.GPT(base.GPTConfig(256, 32, 1, 2, 32))
+    for block in model.blocks:  # a process's part, for the places of parameters in its flat weights
+        for name, (rows, columns) in dict(qkv=(2, 1), proj=(1, 2), up=(2, 1), down=(1, 2)).items():
+            linear = getattr(block, name)
+            part = linear.weight[: linear.out_features // rows, : linear.in_features // columns]
+            linear.weight = torch.nn.Parameter(part)
+    model.embedding.weight = torch.nn.Parameter(model.embedding.weight[:128])
+    model.classifier = torch.nn.Parameter(model.classifier[:128])
+    places = [place for name, place in low_comm.Flat([model]).place.items() if "norm" in name]
+    assert len(states) == 4 and len(places) == 3
+    for place in places:
+        first, second, third, _ = (state["theta"][:, place] for state in states)
+        assert torch.equal(first, second) and not torch.equal(first, third)
+    assert tiny("--resume", "--steps", 5, *flags[:6], out="parts")[0] == 0
+    assert same(weights(tiny.folder / "parts"), whole)
+    capsys.readouterr()
+    assert tiny("--resume", "--steps", 0, "--device", "cpu", "--sample", "import ", out="whole")[0] == 0
+    assert "import " in capsys.readouterr().out
+    for other in (["--gpus", 2], ["--gpus", 2, "--tp", 2]):
+        assert tiny("--resume", "--steps", 8, "--device", "cpu", *other, out="whole")[0] == 2
+        error = capsys.readouterr().err
+        assert "use --gpus 4 --tp 2" in error and error.count("\n") == 1, error
+
+
+def test_a_lost_part_of_a_worker_ends_the_run(tiny, monkeypatch, capsys):
+    monkeypatch.setattr(train, "run_rank", run_and_die)
+    flags = ["--device", "cpu", "--gpus", 4, "--tp", 2, "--inner-steps", 2, "--steps", 9, "--save-every", 2]
+    assert tiny(*flags)[0] == 128 + signal.SIGKILL
+    error = capsys.readouterr().err
+    assert "process 1 was ended by signal 9; go on with --resume" in error and error.count("\n") == 1, error
+    assert train.find_checkpoint(tiny.folder / "out")[0]["step"] == 4
+
+
+def verdict_without_one_part(folder):
+    """Two workers of two processes each. The exchange of one part breaks; the other part must not land its round."""
+    groups = parallel.make_groups(dp=2, tp=2)
+    rank, transport = int(os.environ["RANK"]), low_comm.Dist(timeout=30, group=groups.dp)
+    sync = low_comm.make_sync("local-sgd", low_comm.toys(1), transport, inner_steps=1)
+    if rank == 1:
+        transport.reduce = lambda part: exec("raise RuntimeError('the connection broke')")
+    before = sync.phi.clone()
+    sync.theta += rank
+    with pytest.raises(ConnectionError, match="--resume"):
+        sync.step()
+    transport.close()
+    assert torch.equal(sync.phi, before)
+    Path(folder, str(rank)).touch()
+
+
+def test_a_verdict_is_of_all_parts(tmp_path):
+    base.spawn(verdict_without_one_part, 4, "cpu", (tmp_path,))
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+@pytest.mark.parametrize("way", [[], ["--recompute"], ["--offload"], ["--recompute", "--offload"]], ids="".join)
+@pytest.mark.parametrize("optimizer", ["adamw", "forge-cce"])
+def test_predicted_peak_without_what_is_kept(tmp_path, optimizer, way):
+    args = train.parse([*"--layers 6 --dim 64 --heads 2 --vocab 256 --preset cpu --device cpu --loss cce-exact".split(),
+                        "--optimizer", optimizer, *way])
+    config, x = train.make_config(args), torch.zeros(8, 128, dtype=torch.int64)
+
+    def steps():
+        model = base.GPT(config)
+        if args.recompute:
+            parallel.recompute(model)
+        optimizer = train.Optimizer(model, args)
+        for step in (1, 2):
+            optimizer.begin(step, 1e-3)
+            offload = parallel.Offload(model, tmp_path) if args.offload else None
+            with offload or contextlib.nullcontext():
+                loss = train.loss_sum(model, x, x, args, gfs.SparseStats())
+            loss.backward()
+            if offload:
+                offload.close()
+            optimizer.finish()
+
+    predicted = train.predict_memory(config, 8, 1, args, torch.device("cpu"))[1]
+    assert base.peak_bytes(steps, "cpu") == pytest.approx(predicted, rel=0.1)
+    assert predicted < 12 * base.MIB or not way
+
+
+def test_offload_removes_its_files(tiny, monkeypatch):
+    found = []
+    close = parallel.Offload.close
+    monkeypatch.setattr(parallel.Offload, "close", lambda self: (
+        close(self), found.append((self.counts["storages"], self.folder))))
+    (tiny.folder / "out" / "offload.0").mkdir(parents=True)
+    (tiny.folder / "out" / "offload.0" / "7.7.7.saved").write_text("of a run that was killed")
+    assert tiny("--offload", "--device", "cpu")[0] == 0
+    assert len(found) == 6 and found[0][0] > 10 and found[0][1] == tiny.folder / "out" / "offload.0"
+    assert not list((tiny.folder / "out").glob("offload*"))
+    assert tiny("--offload", "--device", "cpu", "--dry-run", out="dry")[0] == 0 and not (tiny.folder / "dry").exists()
+
+
+PLANS = {  # link, GPUs, more flags: what is printed
+    (400, 64, ""): "--sync ddp --batch 4096 --preset gpt2-small", (25, 16, ""): "--sync diloco --batch 1024",
+    (1, 16, "--outer 0.9 0.5"): "--sync streaming --batch 1024 --preset gpt2-small --outer 0.9 0.5",
+    (400, 1, "--seq 2048"): "--gpus 1 --batch 64 --preset gpt2-small --seq 2048",
+    (400, 8, "--layers 24 --dim 4096 --heads 32 --seq 16384 --batch 8"): "--gpus 8 --sync ddp --tp 2 --batch 8",
+    (400, 8, "--layers 40 --dim 4096 --heads 32 --seq 32768 --batch 8"): "--sync ddp --tp 2 --recompute --batch 8",
+}
+
+
+@pytest.mark.parametrize("case", PLANS, ids=str)
+def test_plan_says_what_to_type(capsys, case):
+    """Flags that train.py takes, for GPUs that need not be here."""
+    link, gpus, more = case
+    assert train.main(["--plan", str(link), "--gpus", str(gpus), *more.split()]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert PLANS[case] in last and last.startswith("type: torchrun --nnodes" if gpus > 8 else "type: python "), last
+    train.parse([*last.split("train.py", 1)[1].split(), "--device", "cpu", *(["--gpus", str(gpus)] * (gpus > 8))])
 
 
 # --- memory ---

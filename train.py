@@ -29,18 +29,22 @@ What it shows
     --moe E (07): E experts in place of each MLP, each token through its best --top-k, of a width at which it meets as
     many weights as in the dense model. --balance keeps their loads alike. With --sync ddp the experts are spread over
     the processes (--ep-policy); other processes have all of them.
+    --tp K (05): a worker is K neighbouring processes, each with a part of every matrix, of the classes too, and all of
+    the worker's tokens; the loss is then cce-exact or cce-filter. Works under every --sync; experts are not cut so.
+    --recompute and --offload leave less in memory for backward: each layer's input, from which it runs again; or all
+    of it elsewhere. --plan LINK names the flags that train this model best on --gpus GPUs, present or not.
 
 What stays the same whatever the number of processes
     --batch counts the sequences of one step over ALL processes and micro-batches. Sequence i of step s is number
     s * batch + i of a shuffled order that depends on --seed alone, so with the same --batch, --accum and, with --sync
-    ddp, --gpus only cut the same step into parts: the losses agree to rounding (sparse gradients to their error, and
-    but for --balance micro, which is of a process's tokens). The position in the data is the step number.
+    ddp, --gpus and --tp only cut the same step into parts: the losses agree to rounding (sparse gradients to their
+    error, and but for --balance micro, which is of a process's tokens). The position in the data is the step number.
     (Without --batch, a GPU run takes up to 64 sequences a process, so there two GPUs take larger steps than one.)
 
 Defaults come from --preset, and that from the device. Checkpoints restore the flags they were made with, except those
-that belong to one launch (--device, --gpus, --ep-policy, --log, --sample). A flag given beside --resume wins, unless it
-would change the model, which is refused. A resumed run ends with the weights of one that was never stopped, bit for bit
-on one CPU process, and on one GPU with --deterministic.
+that belong to one launch (--device, --gpus, --tp, --recompute, --offload, --ep-policy, --log, --sample). A flag given
+beside --resume wins, unless it would change the model, which is refused. A resumed run ends with the weights of one
+that was never stopped, bit for bit on one CPU process, and on one GPU with --deterministic.
 """
 
 import argparse
@@ -280,36 +284,41 @@ def decode(ids, tokens):
 class World:
     """This process's place among all of them. One process is a world of its own, without torch.distributed.
 
-    sync: 06's Sync of workers that train apart, who may get fewer; else None. experts: the group over which experts are
-    spread, else None. balance: 07's Balance, else None."""
+    A worker is one process, or `tp` neighbours that share a model's matrices and see the same tokens: the group `tp`.
+    data: the processes, one a worker, that have the same part of the model. parts: the group over which parameters with
+    a `cut` are spread: `tp`, or for experts everybody; else None. sync: 06's Sync of workers that train apart, who may
+    get fewer; else None. balance: 07's Balance, else None. scratch: the folder of --offload on a CPU, else None."""
 
-    def __init__(self, device):
+    def __init__(self, device, tp=1):
         joined = dist.is_available() and dist.is_initialized()
         self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if joined else (0, 1)
-        self.device, self.sync, self.experts, self.balance = device, None, None, None
+        self.worker, self.place, self.workers = self.rank // tp, self.rank % tp, self.size // tp
+        groups = parallel.make_groups(dp=self.workers, tp=tp) if tp > 1 else None
+        self.tp, self.data = (groups.tp, groups.dp) if groups else (None, None)
+        self.device, self.parts, self.sync, self.balance, self.scratch = device, self.tp, None, None, None
 
     @property
     def members(self):
-        """Ranks at work."""
-        return self.sync.transport.members if self.sync else tuple(range(self.size))
+        """Workers at work."""
+        return self.sync.transport.members if self.sync else tuple(range(self.workers))
 
     @property
     def main(self):
         """Whether this process speaks and saves for all."""
-        return self.rank == self.members[0]
+        return self.worker == self.members[0] and self.place == 0
 
     def totals(self, *values):
         """Sums of numbers over all processes."""
         values = torch.tensor(values, dtype=torch.float64, device=self.device)
         if self.sync:
-            return self.sync.collect(values[None]).sum(0).tolist()
+            return self.sync.collect(parallel.all_reduce(values, self.tp)[None]).sum(0).tolist()
         self.sum(values)
         return values.tolist()
 
-    def sum(self, *tensors):
+    def sum(self, *tensors, group=None):
         """All-reduce in place; the calls overlap, one wait at the end."""
         if self.size > 1:
-            for work in [dist.all_reduce(t, async_op=True) for t in tensors]:
+            for work in [dist.all_reduce(t, group=group, async_op=True) for t in tensors]:
                 work.wait()
 
     def smallest(self, value):
@@ -357,8 +366,27 @@ def loss_sum(model, x, y, args, stats):
         options |= dict(return_stats=stats) if args.loss in DECIDING else {}
         if head is not None:
             loss = functools.partial(forging.forge_classifier, state=head, gradient=FORGED[args.loss])
+        if getattr(model, "group", None):  # this process has a part of the classes
+            options |= dict(group=model.group, vocab=args.vocab, loss=loss)
+            loss = parallel.vocab_parallel_cross_entropy
         result = loss(E, model.classifier, y, reduction="sum", **options)
         return result[0] if args.loss in DECIDING else result
+
+
+@contextlib.contextmanager
+def scratch(args, world):
+    """A block in which --offload on a CPU has a folder for its files, in --out."""
+    if args.offload and args.device == "cpu":
+        world.scratch = Path(args.out, f"offload.{world.rank}")
+        shutil.rmtree(world.scratch, ignore_errors=True)  # of a run that was killed
+        world.scratch.mkdir(parents=True)
+    try:
+        yield
+    finally:
+        if world.scratch:
+            shutil.rmtree(world.scratch, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                world.scratch.parent.rmdir()  # a dry run leaves nothing
 
 
 def cut_dtype(args):
@@ -369,8 +397,8 @@ def loss_plan(N, V, D, args, device):
     """02's plan for the exact gradient of one micro-batch."""
     kernels = has_kernels(device)
     return cce.gradient_plan(
-        N, V, D, device, cut_dtype(args), LOSS_WORKSPACE[device.type],
-        tokens=args.optimizer != "forge-cce" and (fetches(device, D, args) or not kernels),
+        N, V // args.tp, D, device, cut_dtype(args), LOSS_WORKSPACE[device.type],
+        tokens=args.optimizer != "forge-cce" and args.tp == 1 and (fetches(device, D, args) or not kernels),
         backend="triton" if kernels else "torch",
     )
 
@@ -385,9 +413,9 @@ def fetches(device, D, args):
 
 
 def share(count, world, accum, micro):
-    """Which of a step's `count` sequences this process takes in micro-batch `micro`."""
-    size = count // (world.size * accum)
-    start = (micro * world.size + world.rank) * size  # a micro-batch is the same whatever the number of processes
+    """Which of a step's `count` sequences this worker takes in micro-batch `micro`."""
+    size = count // (world.workers * accum)
+    start = (micro * world.workers + world.worker) * size  # a micro-batch is the same whatever the number of workers
     return range(start, start + size)
 
 
@@ -429,16 +457,20 @@ def accumulate_gradients(model, feed, step, world, args, device, stats, alive):
     the mean loss that this process saw, and notes in `alive` the bytes before the first forward pass and after it, and
     after the last backward pass."""
     alive["before"], total = allocated(device), torch.zeros((), device=device)
-    tokens = args.batch * args.seq // (1 if args.sync == "ddp" else world.size)
+    tokens = args.batch * args.seq // (1 if args.sync == "ddp" else world.workers)
     for micro in range(args.accum):
         x, y = feed.take(step, micro)
-        loss = loss_sum(model, x, y, args, stats) / tokens
-        total += loss.detach()
-        if world.balance:  # a mean over x, of which the step's mean gets its share
-            loss = loss + world.balance.loss() * (x.numel() / tokens)
+        offload = parallel.Offload(model, world.scratch) if args.offload else None
+        with offload or contextlib.nullcontext():
+            loss = loss_sum(model, x, y, args, stats) / tokens
+            total += loss.detach()
+            if world.balance:  # a mean over x, of which the step's mean gets its share
+                loss = loss + world.balance.loss() * (x.numel() / tokens)
         alive["forward"] = allocated(device) if micro == 0 else alive["forward"]
         loss.backward()
         del loss
+        if offload:
+            offload.close()
         feed.prepare(step, micro)
     alive["backward"] = allocated(device)
     if args.sync == "ddp":
@@ -447,13 +479,15 @@ def accumulate_gradients(model, feed, step, world, args, device, stats, alive):
 
 
 def all_reduce_gradients(model, world):
-    """Data parallelism: every process gets the sum of all gradients, hence makes the same update. Those of experts that
+    """Data parallelism: every worker gets the sum of all gradients, hence makes the same update. Those of experts that
     are spread over the processes are sums already."""
-    world.sum(*(p.grad for p in model.parameters() if not spread(p)))
+    if world.workers > 1:
+        done = spread if world.parts is not world.tp else lambda p: False
+        world.sum(*(p.grad for p in model.parameters() if not done(p)), group=world.data)
 
 
 def spread(p):
-    """Whether this process has a part of the parameter only: of its first dimension, an equal one."""
+    """Whether this process has a part of the parameter only: an equal one of its dimension p.cut."""
     return hasattr(p, "cut")
 
 
@@ -481,21 +515,24 @@ RULE = forging.AdamW(BETAS, 1e-8, WEIGHT_DECAY)
 class Optimizer:
     """AdamW for every parameter, decay on matrices only. With --optimizer forge the step of linear weights is 04's,
     inside the backward pass that follows begin(), with forge-cce also embedding's and classifier's; the others' is
-    torch's, in finish(). With --clip or --accum 04's steps, too, wait for finish(). group: over which experts are
-    spread."""
+    torch's, in finish(). With --clip or --accum 04's steps, too, wait for finish(). group: over which parameters
+    with a `cut` are spread. origins: {name: first element} of what tensor parallelism cut."""
 
-    def __init__(self, model, args, group=None):
+    def __init__(self, model, args, group=None, origins=None):
         self.forged, self.group, model.head = None, group, None
         if args.optimizer != "adamw":
             whole = dict(embeddings=True, classifier="classifier") if args.optimizer == "forge-cce" else {}
-            summed = None if args.sync == "ddp" else 1  # processes whose gradients would have to be: 04 looks, or none
-            self.forged = forging.forge(model, RULE, args.states, seed=args.seed, data_parallel=summed, **whole)
+            origins = {name: place for name, place in (origins or {}).items() if whole or name.startswith("blocks")}
+            summed = args.processes // args.tp if args.sync == "ddp" else 1  # had to be, if several: 04 refuses
+            self.forged = forging.forge(model, RULE, args.states, seed=args.seed, data_parallel=summed, origins=origins,
+                                        **whole)
             model.head = self.forged["classifier"] if whole else None
         self.parameters = list(self.forged.ordinary.values() if self.forged else model.parameters())
         matrices, others = ([p for p in self.parameters if (p.dim() >= 2) == wanted] for wanted in (True, False))
         groups = [dict(params=matrices, weight_decay=WEIGHT_DECAY), dict(params=others, weight_decay=0.0)]
         self.ordinary = torch.optim.AdamW(groups, lr=args.lr, betas=BETAS, fused=True)  # one kernel, no temporaries
-        self.clip, self.waits, self.skips = args.clip, waits(args), args.on_nan == "skip"
+        self.clip, self.waits, self.device = args.clip, waits(args), next(model.parameters()).device
+        self.skips = args.on_nan == "skip"
 
     def begin(self, step, lr):
         """What the backward passes that follow belong to: step 1, 2, ..."""
@@ -511,32 +548,33 @@ class Optimizer:
         """The rest of the step, after all gradients. Returns a Reading of `values`, tensors of one number, and of the
         gradients' norm, which is on its way before the weights are written, where it is known by then. With --on-nan
         skip, whose look at the norm has to be waited for, nothing is written if it is not finite."""
-        if self.waits:
-            norm = self.forged.norm(self.parameters)
-        else:
-            norm = self.clip_gradients()
-            if self.forged:  # their steps were taken in backward
-                norm = torch.cat((self.forged.telemetry().gradient_norm, norm.double().view(1))).norm()
+        norm = self.norm()
         reading = Reading(*values, norm)
         if not self.skips or math.isfinite(reading.get()[-1]):
             if self.waits:
                 self.forged.release(*self.at, self.clip, self.parameters, norm)
+            else:  # forged steps were taken in backward
+                torch.nn.utils.clip_grads_with_norm_(self.parameters, self.clip or math.inf, norm)
             self.ordinary.step()
         elif self.waits:
             self.forged.disarm()
         self.ordinary.zero_grad(set_to_none=True)
         return reading
 
-    def clip_gradients(self):
-        """Clip all ordinary gradients by their norm over all processes, which is returned."""
-        own = [p.grad for p in self.parameters if spread(p)]
-        norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters if not spread(p)])
-        if own:  # each expert once
-            squares = torch.nn.utils.get_total_norm(own) ** 2
-            dist.all_reduce(squares, group=self.group)
-            norm = (norm**2 + squares).sqrt()
-        torch.nn.utils.clip_grads_with_norm_(self.parameters, self.clip or math.inf, norm)
-        return norm
+    def norm(self):
+        """Of the whole model's gradient, fp64: what is spread counts with its other parts, all else once."""
+        own, common = (
+            torch.nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None and spread(p) == wanted])
+            .to(self.device, torch.float64) for wanted in (True, False)
+        )
+        if self.forged:  # where anything is spread, all of these are
+            forged = self.forged.norm() if self.waits else self.forged.telemetry().gradient_norm.norm()
+            own = torch.stack((own, forged)).norm()
+        return torch.stack((self.over_parts(own), common)).norm()
+
+    def over_parts(self, norm):
+        """The norm of what is spread over the group, of which this process's part has this one."""
+        return parallel.all_reduce(norm**2, self.group).sqrt() if self.group else norm
 
     def states(self, state, change):
         """torch's state {number of a parameter: tensors}, with change(tensor, parameter) made of each matrix."""
@@ -544,28 +582,37 @@ class Optimizer:
         return {i: {k: change(v, parameters[i]) if v.dim() else v for k, v in tensors.items()}
                 for i, tensors in state.items()}
 
-    def state_dict(self):
-        """The same whatever the number of processes: experts that are spread are collected; all processes call it."""
-        ordinary = self.states(self.ordinary.state_dict()["state"], lambda v, p: collected(v, p, self.group))
-        return dict(ordinary=ordinary, forged=self.forged and self.forged.state_dict())
+    def forged_states(self, saved, change):
+        """04's state, with change(tensor, weight) made of each tensor: all are cut where their weight is."""
+        weights = {name: state.weight for name, state in self.forged.states.items()}
+        return saved | dict(weights={name: {key: change(t, weights.get(name)) for key, t in tensors.items()}
+                                     for name, tensors in saved["weights"].items()})
 
-    def load_state_dict(self, saved):
+    def state_dict(self, whole=True):
+        """The same whatever the number of processes: what is spread is collected; all processes call it. Not `whole`:
+        this process's part."""
+        change = functools.partial(collected, group=self.group if whole else None)
+        ordinary = self.states(self.ordinary.state_dict()["state"], change)
+        return dict(ordinary=ordinary, forged=self.forged and self.forged_states(self.forged.state_dict(), change))
+
+    def load_state_dict(self, saved, whole=True):
         """The state of torch's AdamW follows the order of its parameters."""
         saved = saved if "ordinary" in saved else dict(ordinary=saved)  # before there was a choice
-        groups, part = self.ordinary.state_dict()["param_groups"], lambda v, p: own_part(v, p, self.group)
+        groups = self.ordinary.state_dict()["param_groups"]
+        part = functools.partial(own_part, group=self.group if whole else None)
         self.ordinary.load_state_dict(dict(state=self.states(saved["ordinary"], part), param_groups=groups))
         if self.forged:
-            self.forged.load_state_dict(saved["forged"])
+            self.forged.load_state_dict(self.forged_states(saved["forged"], part))
 
 
 def collected(tensor, p, group):
-    """All of a tensor like p, of which each process has a part."""
-    return parallel.gather(tensor.detach(), group, 0) if spread(p) else tensor
+    """All of a tensor like p, of which each process of the group has a part."""
+    return parallel.gather(tensor.detach(), group, p.cut) if spread(p) else tensor
 
 
 def own_part(tensor, p, group):
     """This process's part of a whole tensor like p."""
-    return tensor.chunk(parallel.size(group))[parallel.rank_in(group)].clone() if spread(p) else tensor
+    return tensor.chunk(parallel.size(group), p.cut)[parallel.rank_in(group)].clone() if spread(p) else tensor
 
 
 def sync_method(args):
@@ -598,10 +645,10 @@ def learning_rate(step, args):
 def validate(model, data, world, args, device):
     """Mean loss over a fixed set: the first windows of the validation part, up to 65,536 tokens (1 Mi on a GPU)."""
     count = min(len(data.val), max(1, (1 << 20 if device.type == "cuda" else 1 << 16) // args.seq))
-    if world.experts:  # all processes have to come to each exchange, with as many windows
+    if args.ep_policy:  # all processes have to come to each exchange, with as many windows
         count -= count % world.size
-    size = max(1, args.batch // (world.size * args.accum))
-    mine = range(count)[world.members.index(world.rank) :: len(world.members)]
+    size = max(1, args.batch // (world.workers * args.accum))
+    mine = range(count)[world.members.index(world.worker) :: len(world.members)]
     total = torch.zeros((), dtype=torch.float64, device=device)
     for start in range(0, len(mine), size):
         x, y = data.val.windows(mine[start : start + size])
@@ -619,7 +666,8 @@ def generate(model, prompt, args, device):
         x = torch.tensor([ids[-model.config.seq :]], device=device)  # (1, T)
         with torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bf16"):
             E = model(x)[0, -1]  # (D,)
-            logits = (E @ model.classifier.T.to(E.dtype)).float().cpu()  # (V,)
+            logits = E @ model.classifier.T.to(E.dtype)  # (V,)
+        logits = collected(logits, model.classifier, getattr(model, "group", None)).float().cpu()
         best, index = (logits / max(args.temperature, 1e-6)).topk(min(args.sample_top, len(logits)))
         ids.append(index[torch.multinomial(best.softmax(0), 1, generator=generator)].item())
     return ids
@@ -637,18 +685,18 @@ class Shape(NamedTuple):
     met: int = 1
 
 
-def layer_shapes(config):
-    """Shapes of the matrices of all layers that a forged step can be taken of."""
+def layer_shapes(config, tp=1):
+    """Shapes of the matrices of all layers that a forged step can be taken of, as one of `tp` processes has them."""
     D = config.dim
-    mlp = [Shape(4 * D, D), Shape(D, 4 * D)]
+    mlp = [Shape(4 * D // tp, D), Shape(D, 4 * D // tp)]
     if isinstance(config, mixture.GPTConfig):
         F, sizes = config.width(), (config.experts, config.top_k)
         mlp = [Shape(F, D, *sizes), Shape(D, F, *sizes)]
-    return [Shape(3 * D, D), Shape(D, D), *mlp] * config.layers
+    return [Shape(3 * D // tp, D), Shape(D, D // tp), *mlp] * config.layers
 
 
-def matrix_elements(config):
-    return sum(s.M * s.K * s.count for s in layer_shapes(config))
+def matrix_elements(config, tp=1):
+    return sum(s.M * s.K * s.count for s in layer_shapes(config, tp))
 
 
 def factor_sizes(config, tokens, args):
@@ -656,8 +704,8 @@ def factor_sizes(config, tokens, args):
     gradients, of what is kept (for each weight the smaller), and that of embedding and classifier, if forged."""
     size = cut_dtype(args).itemsize
     pairs = [(forging.stash_bytes([(s.M, s.K)], tokens * s.met, size), 4 * s.M * s.K * s.count)
-             for s in layer_shapes(config)]
-    table, lists = 4 * config.vocab * config.dim, 4 * tokens + 4 * args.accum * (config.vocab + 1)
+             for s in layer_shapes(config, args.tp)]
+    table, lists = 4 * config.vocab // args.tp * config.dim, 4 * tokens + 4 * args.accum * (config.vocab + 1)
     embedding, classifier = 4 * tokens * config.dim + lists, (size * config.dim + 20) * tokens
     tables = min(embedding, table) + min(classifier, table)
     factors, gradients = (sum(column) for column in zip(*pairs, strict=True))
@@ -666,25 +714,26 @@ def factor_sizes(config, tokens, args):
 
 def predict_memory(config, batch, accum, args, device, processes=1):
     """Bytes by category for one process that puts `batch` sequences through the model at a time, and their peak."""
-    N, V, D = batch * config.seq, config.vocab, config.dim
+    N, V, D, tp = batch * config.seq, config.vocab // args.tp, config.dim, args.tp
     cuda, autocast, both = device.type == "cuda", args.dtype == "bf16", args.optimizer == "forge-cce"
     if args.moe and args.sync == "ddp":  # a process has a part of the experts
         config = dataclasses.replace(config, experts=config.experts // processes)
-    layers = matrix_elements(config)
+    layers = matrix_elements(config, tp)
+    uncut = config.parameters() - matrix_elements(config) - 2 * config.vocab * D  # norms, routers
     forged = (layers if args.optimizer != "adamw" else 0) + (2 * V * D if both else 0)
-    others = config.parameters() - forged
+    others = layers + 2 * V * D + uncut - forged
     weight, state = forging.LAYOUTS[args.states].weight.itemsize, forging.state_bytes(RULE, args.states)
     # Of the forged weights' gradients one layer's is alive, or a slab of it, which is kept from step to step.
     rung = "auto" if has_kernels(device) else "hook"
     layer = max(forging.plan_update(s.M, s.K, N * s.met // s.count, args.states, rung).bytes
-                for s in layer_shapes(config))
+                for s in layer_shapes(config, tp))
     rows = forging.plan_update(V, D, N, args.states, "slab", by_rows=True)
     layer = 0 if not forged else max(layer, rows.bytes) if both else layer
     dtype = cut_dtype(args)
     if args.loss == "reference":
         loss = base.reference_bytes(N, V, D, 4)
     else:
-        plan, beyond = loss_plan(N, V, D, args, device), 0
+        plan, beyond = loss_plan(N, config.vocab, D, args, device), 0
         if args.loss == "cce-filter":
             beyond = filtering.filter_bytes(N, V, D, device, dtype, LOSS_WORKSPACE[device.type], "dE")
         if args.loss == "cce-sparse":  # a fresh model lists too much and begins with the exact gradient, as with cce
@@ -698,21 +747,32 @@ def predict_memory(config, batch, accum, args, device, processes=1):
     parts = dict(parameters=4 * others + weight * forged, gradients=4 * others + layer)
     parts |= dict(optimizer=8 * others + state * forged)
     # Autocast keeps a 16-bit copy of each weight from forward to backward; of a forged one it is made twice instead.
-    remade = 2 * 12 * config.layers * D**2 if autocast and args.optimizer != "adamw" else 0
+    remade = 2 * 12 * config.layers * D**2 // tp if autocast and args.optimizer != "adamw" else 0
     activations = base.activation_bytes(config, N, autocast, fused_norm=cuda) - remade
-    if args.compile:
-        activations -= parallel.lean_saving(config, N, dtype.itemsize, args.moe)
+    if args.compile and not args.recompute:
+        activations -= parallel.lean_saving(config, N, dtype.itemsize, args.moe, tp)
+    if tp > 1:  # 14 of a layer's 18 tensors are cut (05), and the copies of matrices
+        inside = config.layers * (14 * (2 if autocast else 4) * N * D + (2 * 12 * D**2 if autocast else 0))
+        activations -= inside * (tp - 1) // tp
     if args.moe:
         activations += mixture.activation_change(config, N, autocast) + (2 * 8 * config.layers * D**2 if remade else 0)
+    # The last norm and E come after the layers. Recomputed, a layer keeps its input and is there whole once at a time;
+    # offloaded, about a layer's tensors are on their way at any time.
+    last = N * D * (4 + (dtype.itemsize if args.compile else 4 if cuda else 8))
+    layer_kept, again = (activations - last) // config.layers, 0
+    if args.recompute:
+        activations, again = 4 * N * D * config.layers + last, layer_kept
+    if args.offload:
+        activations = min(activations, layer_kept + last)
     parts |= dict(activations=activations, loss=loss)
     kept = sum(factor_sizes(config, N * accum, args)[2:]) if waits(args) else 0
     parts["gradients"] += kept
     if method := sync_method(args):
         copied = 0 if args.states == "fp32" else 4 * forged  # of weights in bf16 the sync has a copy in fp32
-        parts["sync"] = low_comm.resident_bytes(method, config.parameters()) + copied
-    # The peak is either in the loss's backward, where activations are complete and gradients (unless micro-batches
-    # before it left theirs) are not there yet, or at the end of backward, with all gradients and no activations.
-    early = activations + loss + (parts["gradients"] if accum > 1 else layer if rung == "auto" else 0)
+        parts["sync"] = low_comm.resident_bytes(method, others + forged) + copied
+    # The peak is either early in backward, in the loss or the last layer, where activations are complete and gradients
+    # (unless micro-batches before left theirs) are not there yet, or at its end, with all gradients and no activations.
+    early = activations + max(loss, again) + (parts["gradients"] if accum > 1 else layer if rung == "auto" else 0)
     return parts, parts["parameters"] + parts["optimizer"] + parts.get("sync", 0) + max(early, parts["gradients"])
 
 
@@ -724,14 +784,15 @@ def fitting_batch(config, world, args, device):
         predict_memory(config, per_process // args.accum, args.accum, args, device, world.size)[1] > 0.85 * free
     ):
         per_process //= 2
-    return world.smallest(per_process) * world.size
+    return world.smallest(per_process) * world.workers
 
 
-def check_batch(args, processes):
-    if args.batch % (processes * args.accum):
+def check_batch(args):
+    workers, noun = args.processes // args.tp, "processes" if args.tp == 1 else "workers"
+    if args.batch % (workers * args.accum):
         raise ValueError(
-            f"--batch {args.batch} counts sequences over all processes: it must be a multiple of "
-            f"{processes} processes x {args.accum} micro-batches"
+            f"--batch {args.batch} counts sequences over all {noun}: it must be a multiple of "
+            f"{workers} {noun} x {args.accum} micro-batches"
         )
 
 
@@ -756,19 +817,24 @@ def checkpoint_files(out):
 
 
 def worker_file(path, worker):
-    """step_N.pt for the first worker, step_N.worker1.pt, ... for the others."""
+    """step_N.pt for the first process, step_N.worker1.pt, ... for the others."""
     return path.with_suffix(f".worker{worker}.pt") if worker else path.with_suffix(".pt")
 
 
 def save_checkpoint(out, step, model, optimizer, args, data, world):
     """step_N.pt: tensors (model, optimizer, generators). step_N.json: flags, step, data, a checksum over both.
 
-    Workers that train apart save at the same step: each its optimizer and 06's state, in a file of its own; the model
-    in the first is the synchronised one. The JSON has checksums of all."""
+    Workers that train apart save at the same step: each process its optimizer and 06's state, in a file of its own; the
+    model in the first is the whole, synchronised one. The JSON has checksums of all. Otherwise there is one state, of
+    which nothing depends on the number of processes."""
     name, members = Path(out) / f"step_{step:08d}", world.members
-    own = dict(model.named_parameters())
-    whole = {key: collected(t, own.get(key), world.experts) for key, t in model.state_dict().items()}
-    state = dict(model=whole, optimizer=optimizer.state_dict())
+    state = dict(optimizer=optimizer.state_dict(whole=not world.sync))
+    with synchronised(world):
+        own = dict(model.named_parameters())
+        whole = {key: collected(t, own.get(key), world.parts) for key, t in model.state_dict().items()}
+        if world.sync:
+            whole = {k: v.clone() for k, v in whole.items()} if world.main else {}
+    state["model"] = whole
     if not (world.main or world.sync):
         return
     if world.main:
@@ -779,22 +845,22 @@ def save_checkpoint(out, step, model, optimizer, args, data, world):
         generators["cuda"] = torch.cuda.get_rng_state()
     state["generators"] = generators
     if world.sync:
-        with synchronised(world):
-            state["model"] = {k: v.clone() for k, v in state["model"].items()} if world.main else {}
         state["sync"] = world.sync.state_dict()
     buffer, others = io.BytesIO(), []
     torch.save(state, buffer)
     if world.sync:
         world.barrier()  # the leftovers are gone
-    base.replace_atomically(worker_file(name, members.index(world.rank)), buffer.getbuffer())
+    number = members.index(world.worker) * args.tp + world.place
+    base.replace_atomically(worker_file(name, number), buffer.getbuffer())
     if world.sync:
-        sums = world.sync.collect(torch.tensor([[float(zlib.crc32(buffer.getbuffer()))]], dtype=torch.float64))
-        others = [int(value) for value in sums[1:, 0]]
+        sums = torch.tensor([[float(zlib.crc32(buffer.getbuffer()))]], dtype=torch.float64, device=world.device)
+        sums = world.sync.collect(parallel.gather(sums, world.tp))  # (workers, tp)
+        others = [int(value) for value in sums.flatten()[1:]]
         if world.members != members:  # somebody was lost meanwhile, and files are numbered by who is left
             return save_checkpoint(out, step, model, optimizer, args, data, world)
     if world.main:
         saved = {k: v for k, v in vars(args).items() if k not in NOT_SAVED}
-        record = dict(step=step, flags=saved, data=data.digest, workers=others, format=base.GPT_FORMAT)
+        record = dict(step=step, flags=saved, data=data.digest, workers=others, tp=args.tp, format=base.GPT_FORMAT)
         record["crc32"] = checksum(record, buffer.getbuffer())
         base.replace_atomically(name.with_suffix(".json"), json.dumps(record, indent=1).encode())
         for old in checkpoint_files(out)[KEEP:]:
@@ -805,7 +871,7 @@ def save_checkpoint(out, step, model, optimizer, args, data, world):
 
 def checksum(record, tensors):
     """Over the record (less its own checksum) and the bytes of the tensors: one number for the pair."""
-    rest = {k: record[k] for k in ("step", "flags", "data", "workers", "format") if k in record}
+    rest = {k: record[k] for k in ("step", "flags", "data", "workers", "tp", "format") if k in record}
     return zlib.crc32(json.dumps(rest, sort_keys=True).encode(), zlib.crc32(tensors))
 
 
@@ -833,15 +899,17 @@ def find_checkpoint(out):
     return record, path
 
 
-def restore(path, model, optimizer, world, start):
-    """Load what save_checkpoint stored at step `start`; each worker from its own file."""
+def restore(path, model, optimizer, world, start, only_model):
+    """Load what save_checkpoint stored at step `start`; of workers that train apart each process from its own file."""
     tensors = torch.load(path, weights_only=True, map_location="cpu")
     own = dict(model.named_parameters())
-    model.load_state_dict({k: own_part(t, own.get(k), world.experts) for k, t in tensors["model"].items()})
+    model.load_state_dict({k: own_part(t, own.get(k), world.parts) for k, t in tensors["model"].items()})
+    if only_model:  # to look at, by any number of processes
+        return world.sync and world.sync.restart(start)
     apart = world.sync and "sync" in tensors  # a checkpoint of --sync none or ddp has one state for all
     if apart and world.rank:
         tensors = torch.load(worker_file(Path(path), world.rank), weights_only=True, map_location="cpu")
-    optimizer.load_state_dict(tensors["optimizer"])
+    optimizer.load_state_dict(tensors["optimizer"], whole=not apart)
     torch.set_rng_state(tensors["generators"]["cpu"])
     if "cuda" in tensors["generators"] and torch.cuda.is_available():
         torch.cuda.set_rng_state(tensors["generators"]["cuda"])
@@ -933,7 +1001,7 @@ class Log:
 
 def describe_run(config, data, world, args, device, start):
     """What a reader wants to know before step 0, from formulas alone."""
-    micro = args.batch // (world.size * args.accum)
+    micro = args.batch // (world.workers * args.accum)
     tokens = args.batch * args.seq
     epochs = max(0, args.steps - start) * args.batch / len(data.train)
     size, held = (sum(s.nbytes for s in part.shards) / MIB for part in (data.train, data.val))
@@ -950,7 +1018,7 @@ def describe_run(config, data, world, args, device, start):
         f"{args.heads} heads, vocabulary {config.vocab}, {config.flops_per_token() / 1e6:.1f} MFLOP a token"
     )
     if args.moe:
-        where = f"spread over {world.size} processes by {args.ep_policy}" if world.experts else "all in each process"
+        where = f"spread over {world.size} processes by {args.ep_policy}" if args.ep_policy else "all in each process"
         yield f"        {args.moe} experts of width {config.width()} a layer, {where}; a token meets {args.top_k}; " + (
             f"balance: {args.balance}")
     yield f"        {args.dtype} ({args.why_dtype}), loss {args.loss} ({args.why_loss}{how.get(args.loss, '')})"
@@ -959,32 +1027,39 @@ def describe_run(config, data, world, args, device, start):
               "forge-cce": f", 04's step {when} for all matrices, states in {args.states}"}
     yield f"        optimizer {args.optimizer} ({args.why_optimizer}){forged[args.optimizer]}"
     if waits(args):
-        mine = tokens // world.size
+        mine = tokens // world.workers
         factors, gradients, _, _ = factor_sizes(config, mine, args)
         enough = mine * gradients / factors
         yield f"        a step's factors {factors / MIB:,.0f} MiB, gradients {gradients / MIB:,.0f} MiB (layers): " + (
             f"factors are kept, the smaller up to {enough:,.0f} tokens" if mine <= enough else
             f"beyond {enough:,.0f} tokens gradients are kept: --optimizer adamw does that in fewer passes"
         )
+    if args.recompute:
+        yield "        a layer keeps its input only and runs again in backward: a third more of its FLOPs"
+    if args.offload:
+        where = "pinned host memory" if device.type == "cuda" else f"files in {args.out}"
+        yield f"        what backward needs waits in {where}; weights, small tensors and about a layer under way stay"
+    who = "process(es)" if args.tp == 1 else f"worker(s), each of {args.tp} processes,"
     yield f"step    {tokens:,} tokens = {args.batch} sequences of {args.seq} = " + (
-        f"{world.size} process(es) x {args.accum} micro-batch(es) x {micro}"
+        f"{world.workers} {who} x {args.accum} micro-batch(es) x {micro}"
     )
     if method := sync_method(args):
-        yield describe_sync(method, config, world, args)
+        yield describe_sync(method, world, args)
     categories = ", ".join(f"{name} {size / MIB:,.0f}" for name, size in parts.items())
     yield f"memory  predicted MiB of tensors, peak {peak / MIB:,.0f}: {categories}"
 
 
-def describe_sync(method, config, world, args):
+def describe_sync(method, world, args):
     """Who talks to whom, when, and how much, beside data parallelism."""
-    H, P = method.inner_steps, config.parameters()
-    spans = [span.stop - span.start for span in world.sync.flat.spans]
-    size = low_comm.round_bytes(method, spans, world.size)
-    ddp = low_comm.data_parallel_bytes(P, world.size) * (H or args.steps)
-    fewer = f", {ddp / size:,.0f} times less than summing gradients" if world.size > 1 else ""
+    H, flat = method.inner_steps, world.sync.flat
+    size = low_comm.round_bytes(method, [span.stop - span.start for span in flat.spans], world.workers)
+    own = sum(place.stop - place.start for place in flat.place.values())  # numbers that this process has
+    ddp = low_comm.data_parallel_bytes(own, world.workers) * (H or args.steps)
+    fewer = f", {ddp / size:,.0f} times less than summing gradients" if world.workers > 1 else ""
     when = f"every {H} steps" if H else "once, at the end"
     outer = f" (outer rate {method.outer.lr:g}, momentum {method.outer.momentum:g})" if method.outer.nesterov else ""
-    return f"sync    {args.sync}{outer}: {when}, {size / 1e6:,.2f} MB a worker and round{fewer}; steps show one worker"
+    who = "worker" if args.tp == 1 else "process"
+    return f"sync    {args.sync}{outer}: {when}, {size / 1e6:,.2f} MB a {who} and round{fewer}; steps show one worker"
 
 
 def resume_command(args, world):
@@ -996,6 +1071,8 @@ def resume_command(args, world):
         words = [f"torchrun {nodes}--nproc-per-node {local} --"]
     words += [shlex.quote(os.path.relpath(__file__)), "--resume --out", shlex.quote(args.out)]
     words += [f"--gpus {args.gpus}"] * (args.gpus > 1) + [f"--device {args.device}"] * (args.device == "cpu")
+    words += [f"--tp {args.tp}"] * (args.tp > 1)
+    words += [f"--{name}" for name in ("recompute", "offload") if getattr(args, name)]
     words += [f"--ep-policy {args.ep_policy}"] * (args.ep_policy not in (None, "ep"))
     words += ["--log", shlex.quote(args.log)] if args.log else []
     return " ".join(words)
@@ -1004,7 +1081,7 @@ def resume_command(args, world):
 def run(args):
     """One process of the run, from the first line to the last; returns its exit status."""
     device = torch.device(args.device, int(os.environ.get("LOCAL_RANK", 0)) if args.device == "cuda" else None)
-    world = World(device)
+    world = World(device, args.tp)
     if args.deterministic:
         torch.use_deterministic_algorithms(True)
     config = make_config(args)
@@ -1018,37 +1095,41 @@ def run(args):
             dist.broadcast(p.data, 0)  # the same seed gives the same weights; other machines may round otherwise
     if args.batch is None:
         args.batch = fitting_batch(config, world, args, device)
-    check_batch(args, world.size)
+    check_batch(args)
+    origins, model.group = parallel.tensor_parallel(model, world.tp), world.tp
+    if args.compile:
+        parallel.lean(model, remake=not args.recompute)
+    if args.recompute:
+        parallel.recompute(model)
     method = sync_method(args)
     flat = low_comm.Flat([model], method.fragments) if method else None  # before forge(), which keeps where weights lie
     if args.moe:
         everybody = dist.group.WORLD if args.sync == "ddp" and world.size > 1 else None
         world.balance = mixture.Balance(model, args.balance, everybody, BALANCE, rate=BIAS_RATE)
         if everybody:
-            world.experts = everybody
+            world.parts = everybody
             mixture.expert_parallel(model, everybody, args.ep_policy)
-    optimizer = Optimizer(model, args, world.experts)
-    if args.compile:
-        parallel.lean(model)
+    optimizer = Optimizer(model, args, world.parts, origins)
     start = args.start
     if method:
-        transport = low_comm.Dist(device, timeout=300) if world.size > 1 else low_comm.Sim(1)
+        several = world.workers > 1
+        transport = low_comm.Dist(device, timeout=300, group=world.data) if several else low_comm.Sim(1)
         if optimizer.forged:
             states = optimizer.forged.states.values()
             flat.adopt((s.weight, s.tensors["master"]) for s in states if "master" in s.tensors)
         world.sync = low_comm.make_sync(args.sync, flat, transport, seed=args.seed, companion=optimizer,
                                         inner_steps=method.inner_steps, outer=method.outer)
     if args.resume:
-        restore(args.checkpoint, model, optimizer, world, start)
+        restore(args.checkpoint, model, optimizer, world, start, only_model=not args.steps)
     status = 0
     if args.steps:
         data = load_data(args, packages=device.type == "cuda")
-        with StopSignal() as stop:
+        with StopSignal() as stop, scratch(args, world):
             status = train(model, optimizer, data, config, world, args, device, start, stop)
     if status == 0 and args.sample and not args.dry_run:
         with synchronised(world):
-            alone = world.main or world.experts  # where experts are spread, all make the same text
-            ids = generate(model, encode(args.sample, args.tokens), args, device) if alone else None
+            needed = world.main or world.parts  # where a model is spread, all make the same text
+            ids = generate(model, encode(args.sample, args.tokens), args, device) if needed else None
         if world.main:
             untrained = "" if args.steps or args.resume else ", from random weights (no --resume)"
             print(f"\nsample  temperature {args.temperature:g}, top {args.sample_top}{untrained}")
@@ -1136,7 +1217,7 @@ def train(model, optimizer, data, config, world, args, device, start, stop):
                 return diverged(done, sync.notes["halt"])
             stopped = int(sync.notes.get("stop", 0))
         else:
-            loss /= world.size if args.sync == "none" else 1
+            loss /= world.size if args.sync == "none" else args.tp  # with ddp workers' losses are parts of a sum
             if bad and skipped > most:
                 return diverged(done, f"loss {loss}, gradient norm {norm}")
         spent, since = spent + time.perf_counter() - began, since + 1
@@ -1197,7 +1278,7 @@ def train(model, optimizer, data, config, world, args, device, start, stop):
 
 def compare_memory(config, model, optimizer, alive, world, args, device):
     """Lines: predicted and measured MiB by category, after some steps."""
-    micro = args.batch // (world.size * args.accum)
+    micro = args.batch // (world.workers * args.accum)
     parts, peak = predict_memory(config, micro, args.accum, args, device, world.size)
     weights = sum(p.nbytes for p in model.parameters())
     slab = optimizer.forged.slab.nbytes if optimizer.forged else 0
@@ -1214,10 +1295,74 @@ def compare_memory(config, model, optimizer, alive, world, args, device):
         yield f"{name:<12}{size / MIB:>11,.0f}{'needs a GPU' if math.isnan(seen) else f'{seen / MIB:,.0f}':>13}"
 
 
-# ==== 6. The command line =============================================================================================
+# ==== 6. A plan, for GPUs that need not be here =======================================================================
 
-NOT_SAVED = ("resume", "dry_run", "out", "sample", "gpus", "ep_policy", "device", "compile", "log", "checkpoint", "start",
-             "data_digest", "processes", "torchrun", "why_dtype", "why_loss", "why_optimizer")
+
+def print_plan(args, argv):
+    """--plan: the fastest plans of 05's planner; then the flags of the fastest that this program can carry out, which
+    cuts by batch and by matrix alone, with the way to synchronise that 06 says the link bears."""
+    gib = torch.cuda.get_device_properties(0).total_memory / 2**30 if torch.cuda.is_available() else 141
+    config, batch = make_config(args), args.batch or 64 * args.gpus
+    text = (f"params={config.parameters()} layers={args.layers} dim={args.dim} vocab={args.vocab} seq={args.seq} "
+            f"heads={args.heads} batch={batch} gpus={args.gpus} gib={gib} link={args.plan}")
+    model, gpus, gib, links, batch, chip = parallel.parse_plan(text)
+    hosts = -(-gpus // links.host)
+    if hosts > 1 and gpus % links.host:
+        raise ValueError(f"--gpus {gpus}: hosts have {links.host}: use --gpus {hosts * links.host}")
+    parallel.print_plans(text)
+    speed = links.between * 8 if hosts > 1 else links.inside * 8  # bits a second of a GPU
+    # What workers send each other is 06's affair: here a mesh is as fast as if that took no time.
+    plans = parallel.plan(model, gpus, gib, links._replace(between=math.inf), batch, chip)
+    print(f"\nGPUs that compute, of {gpus}, if each sends {speed / 1e9:,.0f} Gbit/s; and what 90 % would need")
+    # Gradients and weights are sent in fp32, streaming's in 4 bits: a quarter, by 06, of 2 bytes.
+    for sync, way, size in ("ddp", "data parallel", 4), ("diloco", "DiLoCo", 4), ("streaming", "+ 4 bit", 2):
+        one, accum = feasible(plans, config, batch, gib, args, sync)
+        step = parallel.step_flops(model, batch * model.seq, one.recompute) / (gpus * chip.peak * chip.reach)
+        sizes = dict(P=model.params / one.tp, step=step, bits=8 * low_comm.data_parallel_bytes(1, one.dp, size))
+        sizes |= dict(H=low_comm.METHODS[sync].inner_steps, fragments=3) if sync != "ddp" else {}
+        share, needed = low_comm.utilisation(speed, way, **sizes), low_comm.needed_bandwidth(way, 0.9, **sizes)
+        mesh = f"dp {one.dp} x tp {one.tp}{', recomputed' * one.recompute}"
+        print(f"--sync {sync:<10}{share:>5.0%}  {needed / 1e9:>6,.1f} Gbit/s  ({mesh})")
+        if share >= 0.9:
+            break
+    words = [f"python {shlex.quote(os.path.relpath(__file__))} --gpus {gpus}"]
+    if hosts > 1:
+        words = [f"torchrun --nnodes {hosts} --nproc-per-node {links.host} --rdzv-backend c10d",
+                 f"--rdzv-endpoint HOST:29500 -- {shlex.quote(os.path.relpath(__file__))}"]
+    words += [f"--sync {sync}"] * (one.dp > 1) + [f"--tp {one.tp}"] * (one.tp > 1) + ["--recompute"] * one.recompute
+    words += [f"--batch {batch}"] + [f"--accum {accum}"] * (accum > 1) + [f"--preset {args.preset}"]
+    parser = make_parser()
+    for name, value in vars(parser.parse_args(argv)).items():  # what else was asked for
+        if value != parser.get_default(name) and name not in ("plan", "gpus", "batch", "accum", "preset"):
+            values = value if isinstance(value, list) else [] if value is True else [value]
+            words += [f"--{name.replace('_', '-')}", *(shlex.quote(str(v)) for v in values)]
+    print("type:", *words)
+    return 0
+
+
+def feasible(plans, config, batch, gib, args, sync):
+    """(Plan, micro-batches) of the first of these Plans that this program can carry out, in the fewest micro-batches
+    whose memory, as predicted here, fits. ValueError when there is none."""
+    for one in plans:
+        if one.pp > 1 or one.cp > 1 or one.zero or config.vocab % one.tp:
+            continue
+        each = batch // one.dp
+        for accum in (k for k in range(1, each + 1) if each % k == 0):
+            summed = accum > 1 or sync == "ddp" and one.dp > 1
+            flags = vars(args) | dict(tp=one.tp, recompute=one.recompute, accum=accum, states="fp32", sync=sync,
+                                      optimizer="adamw" if summed else "forge-cce")
+            flags = argparse.Namespace(**flags)
+            if predict_memory(config, each // accum, accum, flags, torch.device("cuda"))[1] < 0.85 * gib * 2**30:
+                return one, accum
+    raise ValueError(f"--plan: cut by batch and by matrix alone nothing fits {args.gpus} GPU(s) of {gib:.0f} GiB: use "
+                     "more --gpus, or a smaller --seq")
+
+
+# ==== 7. The command line =============================================================================================
+
+NOT_SAVED = ("resume", "dry_run", "out", "sample", "gpus", "tp", "recompute", "offload", "plan", "ep_policy", "device",
+             "log", "checkpoint", "start", "data_digest", "processes", "torchrun", "why_dtype", "why_loss",
+             "why_optimizer")
 
 
 class Parser(argparse.ArgumentParser):
@@ -1261,6 +1406,13 @@ def make_parser():
     add("--vocab", type=int, help="classes (from the data)")
     add("--device", choices=("cuda", "cpu"), help="default: cuda where there is a GPU")
     add("--gpus", type=int, help="processes on this machine, one a GPU (1)")
+    add("--tp", type=int, default=1, metavar="K",
+        help="neighbouring processes that share a worker's matrices (05); processes = workers x K (1)")
+    add("--recompute", action="store_true", help="keep each layer's input only, and run it again in backward (05)")
+    add("--offload", action="store_true",
+        help="keep what backward needs in host memory (of a GPU), or in files in --out (CPU) (05)")
+    add("--plan", type=float, metavar="LINK",
+        help="print how --gpus GPUs, present or not, would best train this, LINK Gbit/s a GPU between hosts (05, 06)")
     add("--seed", type=int, default=0, help="of weights, order of data and sample (0)")
     add("--compile", action=argparse.BooleanOptionalAction,
         help="one kernel each for what lies between matrices, and less kept for backward (on GPUs with Triton)")
@@ -1310,14 +1462,20 @@ def parse(argv):
     if args.torchrun and args.gpus:
         raise ValueError("--gpus: under torchrun, its --nproc-per-node says how many processes there are: drop --gpus")
     present = torch.cuda.device_count()
-    wanted = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if args.torchrun else args.gpus or 1
-    on_gpus = args.device == "cuda" or args.device is None and (present > 0 or (args.gpus or 1) > 1)
-    if on_gpus and wanted > present:
+    args.gpus = args.gpus or (1 if args.torchrun else max(1, args.tp))
+    wanted = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if args.torchrun else args.gpus
+    planned = args.plan is not None
+    on_gpus = planned or args.device == "cuda" or args.device is None and (present > 0 or args.gpus > 1)
+    chosen = [f"--{name}" for name in ("sync", "optimizer", "tp", "recompute", "offload", "moe")
+              if planned and getattr(args, name) not in (None, False, 1, 0)]
+    if chosen:
+        raise ValueError(f"--plan with {', '.join(chosen)}: it chooses flags, for a dense model: drop {chosen[0]}")
+    if on_gpus and wanted > present and not planned:
         raise ValueError(
             f"{wanted} process(es) on GPUs, but this machine has {present} GPU(s): use "
             f"{f'--gpus {present}, or ' if present else ''}processes on the CPU with --device cpu"
         )
-    args.device, args.gpus = "cuda" if on_gpus else "cpu", args.gpus or 1
+    args.device = "cuda" if on_gpus else "cpu"
     if args.tokens and not (args.resume or has_text(args)):
         raise ValueError(f"--tokens {args.tokens}: says how text is cut, but {args.data} holds tokens: drop the flag")
     args.preset = args.preset or ("gpt2-small" if args.device == "cuda" else "cpu")
@@ -1326,18 +1484,21 @@ def parse(argv):
             setattr(args, name, value)
     if args.batch is None and args.device == "cpu":
         args.batch = 8
-    for name in ("layers", "dim", "heads", "seq", "batch", "accum", "gpus", "log_every", "vocab", "sample_top",
+    for name in ("layers", "dim", "heads", "seq", "batch", "accum", "gpus", "tp", "log_every", "vocab", "sample_top",
                  "top_k"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} {value}: must be at least 1")
     processes = args.processes = int(os.environ.get("WORLD_SIZE", 1)) if args.torchrun else args.gpus
+    args.vocab = args.vocab or default_vocab(args)
+    check_tensor_parallel(args, wanted)
+    workers = processes // args.tp
     args.dtype, args.why_dtype = choose_dtype(args)
     if args.loss is None:  # the sparse gradient's kernels need Hopper; elsewhere there is nothing to decide
-        args.loss = "cce" if fetches(torch.device(args.device), args.dim, args) else "cce-exact"
-    args.sync = choose_sync(args, processes, record if args.resume else None)
+        args.loss = "cce" if args.tp == 1 and fetches(torch.device(args.device), args.dim, args) else "cce-exact"
+    args.sync = choose_sync(args, workers, record if args.resume else None)
     args.outer = choose_outer(args, args.resume and record["flags"]["sync"] in low_comm.METHODS)
-    args.optimizer, args.why_optimizer = choose_optimizer(args, processes)
+    args.optimizer, args.why_optimizer = choose_optimizer(args, workers)
     args.clip = 1.0 if args.clip is None else args.clip
     if args.on_nan == "skip" and args.optimizer != "adamw" and not waits(args):
         raise ValueError(f"--on-nan skip --optimizer {args.optimizer} --clip 0: steps are taken before the whole gradient "
@@ -1354,7 +1515,6 @@ def parse(argv):
     if args.val and not args.data:
         raise ValueError("--val: goes with --data: the embedded corpus has its own validation files")
     args.data, args.val = (pattern and os.path.abspath(pattern) for pattern in (args.data, args.val))
-    args.vocab = args.vocab or default_vocab(args)
     if args.sample is None and has_text(args):
         args.sample = "def "
     if args.sample and not has_text(args):
@@ -1371,14 +1531,41 @@ def parse(argv):
     return args
 
 
-def choose_optimizer(args, processes):
+def check_tensor_parallel(args, local):
+    """ValueError for what --tp cannot do. local: processes on this machine."""
+    K, asked = args.tp, f"--tp {args.tp}"
+    if K == 1:
+        return
+    if local % K:
+        raise ValueError(f"{asked} with {local} process(es) on this machine: a worker is {K} of them: use --gpus "
+                         f"{-(-local // K) * K} (or as many under torchrun)")
+    if args.heads % K:
+        fits = [k for k in range(1, args.heads + 1) if args.heads % k == 0]
+        raise ValueError(f"{asked} --heads {args.heads}: a process has whole heads: use --tp "
+                         f"{min(fits, key=lambda k: abs(k - K))}")
+    if args.vocab % K:
+        raise ValueError(f"{asked} --vocab {args.vocab}: its processes have equal parts of the classes: use --vocab "
+                         f"{-(-args.vocab // K) * K}")
+    if args.loss in ("cce", "cce-sparse", "reference"):
+        why = "makes all logits" if args.loss == "reference" else "takes its sample from one whole vocabulary"
+        raise ValueError(f"{asked} with --loss {args.loss}, which {why}: use --loss cce-exact or cce-filter")
+    if args.moe:
+        raise ValueError(f"{asked} with --moe {args.moe}: experts would not be cut, every process would run them all: "
+                         "spread them with --sync ddp, without --tp")
+    border = forging.BORDERS[args.states or "fp32"]
+    if args.dim // K % border:
+        raise ValueError(f"{asked} --states {args.states} --dim {args.dim}: groups of {border} columns would be cut: "
+                         f"use a --dim that {K * border} divides, or --states fp32")
+
+
+def choose_optimizer(args, workers):
     """(optimizer, reason): forge-cce unless something needs gradients; ValueError for what cannot be together."""
     narrow = args.states not in (None, "fp32")
     asked = f"--optimizer {args.optimizer}" if args.optimizer else f"--states {args.states}"
     forging_asked = args.optimizer in ("forge", "forge-cce") or args.optimizer is None and narrow
     if narrow and args.optimizer == "adamw":
         raise ValueError(f"--states {args.states} goes with --optimizer forge-cce or forge: drop --optimizer adamw")
-    summed = processes > 1 and args.sync == "ddp"
+    summed = workers > 1 and args.sync == "ddp"
     if summed and forging_asked:
         raise ValueError(f"{asked} with --sync ddp, which sums gradients that forge never makes: use --sync diloco"
                          + (", or --optimizer adamw" if args.optimizer else ", or drop --states"))
@@ -1395,9 +1582,9 @@ def choose_optimizer(args, processes):
     return name, "no sum of gradients over processes or micro-batches"
 
 
-def choose_sync(args, processes, record):
-    """The flag, completed: diloco for several processes, none for one. ValueError for what cannot be."""
-    sync = args.sync or ("diloco" if processes > 1 else "none")
+def choose_sync(args, workers, record):
+    """The flag, completed: diloco for several workers, none for one. ValueError for what cannot be."""
+    sync = args.sync or ("diloco" if workers > 1 else "none")
     if args.inner_steps is not None and sync not in low_comm.METHODS:
         raise ValueError(f"--inner-steps {args.inner_steps}: with --sync {sync} there are no rounds: drop it, or use "
                          "another --sync")
@@ -1406,11 +1593,18 @@ def choose_sync(args, processes, record):
         least = max(1, method.fragments, method.delay or 0)
         if args.inner_steps < least:
             raise ValueError(f"--inner-steps {args.inner_steps}: --sync {sync} needs at least {least}")
-    workers = 1 + len(record.get("workers", [])) if record else 1
-    apart = record and record["flags"].get("sync") in low_comm.METHODS
-    if apart and workers != processes and args.steps > record["step"]:
-        raise ValueError(f"the checkpoint is of {workers} workers that train apart (--sync {sync}), this launch has "
-                         f"{processes}: use --gpus {workers} (or as many processes under torchrun)")
+    if record and record["flags"].get("sync") in low_comm.METHODS:
+        saved, tp = 1 + len(record.get("workers", [])), record.get("tp", 1)
+        idle = args.steps <= (record["step"] if tp == args.tp else 0)
+        if (saved, tp) != (args.processes, args.tp) and not idle:
+            there, here = (f"{n // k} worker(s)" + f" of {k} processes each" * (k > 1)
+                           for n, k in ((saved, tp), (args.processes, args.tp)))
+            flags = f"--gpus {saved}" + f" --tp {tp}" * (tp > 1 or args.tp > 1)
+            raise ValueError(f"the checkpoint is of {there} that train apart (--sync {sync}), this launch has {here}: "
+                             f"use {flags} (or as many processes under torchrun)")
+    if args.steps and args.tp > 1 and (sync == "none") != (workers == 1) and sync != "ddp":
+        raise ValueError(f"--sync {sync} with --tp {args.tp} and {workers} worker(s): use --sync "
+                         f"{'none' if workers == 1 else 'diloco or ddp'}")
     return sync
 
 
@@ -1458,6 +1652,8 @@ def choose_outer(args, going_on):
 
 def choose_dtype(args):
     """(dtype, reason)."""
+    if args.plan is not None:
+        return args.dtype or "bf16", "to plan with"
     if args.device == "cpu" and args.dtype is None:
         return "fp32", "fastest on most CPUs"
     if args.device == "cpu":
@@ -1500,6 +1696,8 @@ def guarded(function, *args):
 
 def launch(argv):
     args = parse(argv)
+    if args.plan is not None:
+        return print_plan(args, argv)
     if args.steps and not args.dry_run:
         Path(args.out).mkdir(parents=True, exist_ok=True)  # fails now rather than when there is something to lose
     if args.deterministic:
@@ -1513,9 +1711,9 @@ def launch(argv):
         return run(args)
     # Over gloo workers that train apart survive the loss of one; NCCL's watchdog ends them all.
     grace = 600 if args.sync in low_comm.METHODS else 30  # seconds to stop in: they stop after a round
-    spare = args.gpus - 1 if args.device == "cpu" and args.sync in low_comm.METHODS else 0
+    spare = args.gpus - 1 if args.device == "cpu" and args.sync in low_comm.METHODS and args.tp == 1 else 0
     if args.batch is not None:
-        check_batch(args, args.gpus)
+        check_batch(args)
     if args.steps:
         load_data(args, packages=args.device == "cuda")  # what is wrong with the data is said once, before any process
     try:
