@@ -1537,7 +1537,6 @@ BAD_FLAGS = {
     "use --vocab 258": ["--tp", 2, "--vocab", 257, "--device", "cpu"],
     "a worker is 2 of them: use --gpus 4": ["--tp", 2, "--gpus", 3, "--device", "cpu"],
     "use a --dim that 256 divides": ["--tp", 2, "--states", "int8", "--device", "cpu"],
-    "by its own norm": ["--tp", 2, "--optimizer", "forge", "--clip", 1, "--device", "cpu"],
     "and 2 worker(s): use --sync diloco or ddp": ["--tp", 2, "--gpus", 4, "--sync", "none", "--device", "cpu"],
     "and 1 worker(s): use --sync none": ["--tp", 2, "--sync", "diloco", "--device", "cpu"],
     "must be a multiple of 3 workers": ["--tp", 2, "--gpus", 6, "--sync", "ddp", "--device", "cpu"],
@@ -1628,15 +1627,14 @@ def processes(flags):
 
 def norm_of_all(self):
     """Of what every process has, too, each copy counts."""
-    norm = self.over_parts(torch.nn.utils.get_total_norm([p.grad for p in self.parameters]))
-    torch.nn.utils.clip_grads_with_norm_(self.parameters, self.clip or math.inf, norm)
-    return norm
+    ordinary = torch.nn.utils.get_total_norm([p.grad for p in self.parameters])
+    return self.over_parts(torch.stack((ordinary.double(), self.forged.norm())).norm())
 
 
 # name: (where, what, the bug, flags whose run must differ from the uncut one's)
 CUT_BUGS = {
     "a part's norm": (train.Optimizer, "over_parts", lambda self, norm: norm, merged("tp", "clip")),
-    "a norm of copies": (train.Optimizer, "clip_gradients", norm_of_all, merged("tp", "clip")),
+    "a norm of copies": (train.Optimizer, "norm", norm_of_all, merged("tp", "clip")),
     "no sum in backward": (parallel, "enter", lambda x, group, sequence=False: x, merged("tp", "recompute")),
     "no sum over workers": (train, "all_reduce_gradients", lambda model, world: None, merged("tp", "ddp")),
 }
