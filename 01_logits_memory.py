@@ -665,7 +665,8 @@ def spawn(fn, ranks, device="cpu", args=(), timeout=300, grace=30, spare=0, late
     method = "spawn"  # each process imports torch anew: 4 seconds of a core
     if device != "cuda" and "forkserver" in multiprocessing.get_all_start_methods():  # a copy of one that has it
         method = "forkserver"
-        multiprocessing.set_forkserver_preload(["torch", "torch._dynamo"])  # the latter is imported by torch.optim
+        files = [] if HAS_CUDA else ["__main__", fn.__module__]  # which look for a GPU: CUDA does not survive a fork
+        multiprocessing.set_forkserver_preload(["torch", "torch._dynamo", *files])  # torch.optim imports the latter
     context = torch.multiprocessing.start_processes(
         _rank_main, setup, ranks + late, join=False, daemon=True, start_method=method
     )

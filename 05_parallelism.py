@@ -3005,18 +3005,21 @@ def check_pipeline():
             total += one.detach()
         return total
 
-    for name, schedule in SCHEDULES.items():
-        chunks = 2 if name == "interleaved" else 1
-        for m in sorted({2 * p} | ({max(1, p - 1)} if chunks == 1 else set())):
-            tokens, targets = tiny_tokens(tiny(p), 2 * m)
-            parts, goals, total = tokens.chunk(m), targets.chunk(m), global_count(targets != -100, None)
+    for m in (max(1, p - 1), 2 * p):
+        tokens, targets = tiny_tokens(tiny(p), 2 * m)
+        parts, goals, total = tokens.chunk(m), targets.chunk(m), global_count(targets != -100, None)
 
-            def loss(y, i, C, goals=goals, total=total):
-                return base.linear_cross_entropy_reference(y, C, goals[i], reduction="sum") / total
+        def loss(y, i, C, goals=goals, total=total):
+            return base.linear_cross_entropy_reference(y, C, goals[i], reduction="sum") / total
 
-            plain, whole_model, model = (tiny(p, layers=2 * p) for _ in range(3))
-            serial(plain, plain, parts, loss)
-            want_loss = serial(whole_model, Stage(whole_model, 0, 1, queue), parts, loss)
+        plain, whole_model = tiny(p, layers=2 * p), tiny(p, layers=2 * p)
+        serial(plain, plain, parts, loss)
+        want_loss = serial(whole_model, Stage(whole_model, 0, 1, queue), parts, loss)
+        for name, schedule in SCHEDULES.items():
+            chunks = 2 if name == "interleaved" else 1
+            if chunks > 1 and m < p:
+                continue  # interleaving needs a multiple of p
+            model = tiny(p, layers=2 * p)
             stages = [Stage(model, c * p + rank, chunks * p, queue) for c in range(chunks)]
             like = torch.empty(*parts[0].shape, model.config.dim, dtype=torch.float64, device=here())
             got_loss = run_pipeline(
