@@ -630,10 +630,11 @@ def _follow_parent():
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _rank_main(rank, fn, ranks, port, device, timeout, args):
-    """Runs in each child: join the process group, call fn(*args), leave."""
+def _rank_main(index, first, seat, fn, ranks, port, device, timeout, args):
+    """Runs in each child: join the process group, call fn(*args), leave. seat: the rank whose place it takes."""
     threading.Thread(target=_follow_parent, daemon=True).start()
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
+    rank, seat = first + index, first + index if seat is None else seat
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(seat), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the store is the parent's, as under torchrun: rank 0 may die
     # Beside a GPU the host only launches kernels: more threads would spin on the cores that the other ranks need.
@@ -645,14 +646,19 @@ def _rank_main(rank, fn, ranks, port, device, timeout, args):
         dist.destroy_process_group()  # not after an error: the others may be inside a collective
 
 
-def spawn(fn, ranks, device="cpu", args=(), timeout=300, grace=30, spare=0, late=0):
+LAST_MOMENT = 10  # seconds in which a replacement may still end well when all others have
+
+
+def spawn(fn, ranks, device="cpu", args=(), timeout=300, grace=30, spare=0, late=0, replace=False):
     """Run fn(*args) in `ranks` new processes that form one torch.distributed group, gloo or NCCL by device.
 
     fn must be importable (defined at the top of a file). A collective that waits longer than `timeout` seconds fails.
     When one rank fails, the others are ended and its error is raised; but the first `spare` of those that a signal ends
     are only noted, under gone/RANK in the store that this process keeps. late: further processes, which fn has to
-    bring into the group. Ctrl-C and SIGTERM are passed on; ranks that have not left after `grace` seconds are killed,
-    and KeyboardInterrupt or SystemExit(143) is raised. Returns the ranks that were lost."""
+    bring into the group. replace: start another one for each that was lost, under a new RANK, with the LOCAL_RANK of
+    the old one, and end it if all others have done their work before it could join. Ctrl-C and SIGTERM are passed on;
+    ranks that have not left after `grace` seconds are killed, and KeyboardInterrupt or SystemExit(143) is raised.
+    Returns the ranks that were lost."""
 
     def terminated(signum, frame):
         raise SystemExit(128 + signum)
@@ -667,30 +673,46 @@ def spawn(fn, ranks, device="cpu", args=(), timeout=300, grace=30, spare=0, late
         method = "forkserver"
         files = [] if HAS_CUDA else ["__main__", fn.__module__]  # which look for a GPU: CUDA does not survive a fork
         multiprocessing.set_forkserver_preload(["torch", "torch._dynamo", *files])  # torch.optim imports the latter
-    context = torch.multiprocessing.start_processes(
-        _rank_main, setup, ranks + late, join=False, daemon=True, start_method=method
-    )
-    running = context.sentinels  # {sentinel of a process: its rank}, less those that have ended well
+    contexts = []  # (processes started together, the first one's rank, the rank whose place it takes)
+
+    def start(first, count, seat=None):
+        context = torch.multiprocessing.start_processes(
+            _rank_main, (first, seat, *setup), count, join=False, daemon=True, start_method=method
+        )
+        contexts.append((context, first, seat))
+
+    def processes():
+        return [process for context, *_ in contexts for process in context.processes]
+
     try:
-        while running:
-            ended = multiprocessing.connection.wait(list(running), timeout=1)
-            for sentinel in ended:
-                rank = running[sentinel]
-                context.processes[rank].join()
-                if context.processes[rank].exitcode < 0 and len(lost) < spare:
-                    lost.append(running.pop(sentinel))
-                    store.set(f"gone/{rank}", "")
-            if any(sentinel in running for sentinel in ended):
-                context.join(timeout=0)  # raises the error of a rank that failed
+        start(0, ranks + late)
+        deadline = math.inf
+        while True:  # sentinels: those of a context that have not ended well yet
+            running = {key: (*item, i) for item in contexts for key, i in item[0].sentinels.items()}
+            if not running or time.monotonic() > deadline:
+                break
+            if deadline == math.inf and not contexts[0][0].sentinels:
+                deadline = time.monotonic() + LAST_MOMENT
+            for sentinel in multiprocessing.connection.wait(list(running), timeout=1):
+                context, first, seat, index = running[sentinel]
+                context.processes[index].join()
+                if context.processes[index].exitcode < 0 and len(lost) < spare:
+                    del context.sentinels[sentinel]
+                    lost.append(first + index)
+                    store.set(f"gone/{first + index}", "")
+                    if replace:
+                        start(ranks + late + len(lost) - 1, 1, first + index if seat is None else seat)
+                else:
+                    context.join(timeout=0)  # raises the error of a rank that failed
     except (KeyboardInterrupt, SystemExit):
-        for process in context.processes:
+        for process in processes():
             process.terminate()
         deadline = time.monotonic() + grace
-        for process in context.processes:
+        for process in processes():
             process.join(max(0, deadline - time.monotonic()))
         raise
     finally:
-        for process in context.processes:
+        for process in processes():
             process.kill()
         for number, handler in previous.items():
             signal.signal(number, handler)

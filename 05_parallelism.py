@@ -1167,13 +1167,13 @@ def turn_kernel(
 
 def turn(qkv, parts, cos, sin, back):
     """Run turn_kernel between qkv (B, T, 3 D) and parts (q, k, v), each (B, T, H, D/H); all contiguous."""
-    (B, T, H, head), half = parts[0].shape, parts[0].shape[-1] // 2
+    (B, T, H, _), half = parts[0].shape, parts[0].shape[-1] // 2
     sizes = dict(HEADS=triton.next_power_of_2(H), COLS=triton.next_power_of_2(half))
     turn_kernel[(B * T,)](qkv, *parts, cos, sin, T, H, half, BACK=back, **sizes)
 
 
 class Turned(torch.autograd.Function):
-    """01's Block.heads in one kernel: qkv is not kept, and q, k, v are one new tensor. A turn's transpose turns back."""
+    """01's Block.heads in one kernel: qkv is not kept, q, k, v are one new tensor. A turn's transpose turns back."""
 
     @staticmethod
     def forward(ctx, qkv, cos, sin, head):
@@ -1246,8 +1246,8 @@ def lean(model, compiled=True, remake=True, kernel=None):
 
 
 def lean_saving(config, tokens, width, experts=False, cut=1):
-    """Bytes of 01's activation_bytes (with fused norms) that lean() does not keep, products being of `width` bytes: of a
-    layer's numbers both norms (2 D a token), q and k before they are turned (2), the activation (4); in layers with
+    """Bytes of 01's activation_bytes (with fused norms) that lean() does not keep, products being of `width` bytes: of
+    a layer's numbers both norms (2 D a token), q and k before they are turned (2), the activation (4); in layers with
     experts the first norm, q and k alone. And of E, what fp32 has more. cut: tensor-parallel ranks, which share all but
     the norms."""
     layer = (1 if experts else 2) + (2 if experts else 6) / cut
@@ -3168,8 +3168,8 @@ def check_memory_instead():
 
 
 def check_lean():
-    """lean(), uncompiled: the same gradients, bit for bit but for the kernel's; as many bytes fewer as its formula says.
-    The kernel turns, and turns back, as 01 does, also where heads and their halves are no powers of two."""
+    """lean(), uncompiled: the same gradients, bit for bit but for the kernel's; as many bytes fewer as its formula
+    says. The kernel turns, and turns back, as 01 does, also where heads and their halves are no powers of two."""
     device, T, layers, dim = base.default_device(), 12, 2, 96
     tokens = torch.randint(64, (2, T), generator=torch.Generator().manual_seed(0)).to(device)
     results, kept = {}, {}

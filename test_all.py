@@ -1129,6 +1129,38 @@ def test_a_killed_worker_does_not_end_the_run(tiny, text):
     assert record["step"] == 9 and record["workers"] == []
 
 
+def run_and_be_replaced(args):
+    """Worker 1 is killed; worker 0 takes its time until the one in its place has joined."""
+    rate, join, joined = train.learning_rate, low_comm.Sync.join, Path(args.out, "joined")
+
+    def step_rate(step, args):
+        if os.environ["RANK"] == "1" and step == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0 if step < 4 or joined.exists() else 0.4)
+        return rate(step, args)
+
+    def join_and_say(sync):
+        join(sync)
+        joined.write_text(f"{sync.steps} {os.environ['RANK']} {os.environ['LOCAL_RANK']}")
+
+    train.learning_rate, low_comm.Sync.join = step_rate, join_and_say
+    train.run_rank(args)
+
+
+def test_a_killed_worker_is_replaced(tiny, text):
+    """And the new one is among those who save at the end; it trained on the share of the one that was lost."""
+    assert apart(tiny, text, run_and_be_replaced, "--inner-steps", 3, "--steps", 150, spare=1, replace=True) == [1]
+    record, _ = train.find_checkpoint(tiny.folder / "apart")
+    step, rank, seat = map(int, (tiny.folder / "apart" / "joined").read_text().split())
+    assert record["step"] == 150 and len(record["workers"]) == 1 and 4 < step < 150 and (rank, seat) == (2, 1)
+
+
+def test_a_replacement_that_comes_too_late_ends_with_the_others(tiny, text):
+    started = time.monotonic()
+    assert apart(tiny, text, run_and_die, "--inner-steps", 3, "--steps", 9, spare=1, replace=True) == [1]
+    assert train.find_checkpoint(tiny.folder / "apart")[0]["step"] == 9 and time.monotonic() - started < 200
+
+
 def test_nan_of_one_worker_stops_all(tiny, text):
     with pytest.raises(Exception, match="exit code 1"):
         apart(tiny, text, run_into_nan, "--inner-steps", 6, "--steps", 30, "--save-every", 2)

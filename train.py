@@ -287,12 +287,16 @@ class World:
     A worker is one process, or `tp` neighbours that share a model's matrices and see the same tokens: the group `tp`.
     data: the processes, one a worker, that have the same part of the model. parts: the group over which parameters with
     a `cut` are spread: `tp`, or for experts everybody; else None. sync: 06's Sync of workers that train apart, who may
-    get fewer; else None. balance: 07's Balance, else None. scratch: the folder of --offload on a CPU, else None."""
+    get fewer; else None. balance: 07's Balance, else None. scratch: the folder of --offload on a CPU, else None.
+    late: it was started in the place of one that was killed, and takes its seat: its share of the data."""
 
     def __init__(self, device, tp=1):
+        number = {name: int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1))}
         joined = dist.is_available() and dist.is_initialized()
-        self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if joined else (0, 1)
+        self.late = not joined and number["RANK"] >= number["WORLD_SIZE"]
+        self.rank, self.size = tuple(number.values()) if joined or self.late else (0, 1)
         self.worker, self.place, self.workers = self.rank // tp, self.rank % tp, self.size // tp
+        self.seat = int(os.environ["LOCAL_RANK"]) if self.late else self.worker
         groups = parallel.make_groups(dp=self.workers, tp=tp) if tp > 1 else None
         self.tp, self.data = (groups.tp, groups.dp) if groups else (None, None)
         self.device, self.parts, self.sync, self.balance, self.scratch = device, self.tp, None, None, None
@@ -305,7 +309,7 @@ class World:
     @property
     def main(self):
         """Whether this process speaks and saves for all."""
-        return self.worker == self.members[0] and self.place == 0
+        return self.members[:1] == (self.worker,) and self.place == 0
 
     def totals(self, *values):
         """Sums of numbers over all processes."""
@@ -415,7 +419,7 @@ def fetches(device, D, args):
 def share(count, world, accum, micro):
     """Which of a step's `count` sequences this worker takes in micro-batch `micro`."""
     size = count // (world.workers * accum)
-    start = (micro * world.workers + world.worker) * size  # a micro-batch is the same whatever the number of workers
+    start = (micro * world.workers + world.seat) * size  # a micro-batch is the same whatever the number of workers
     return range(start, start + size)
 
 
@@ -563,10 +567,9 @@ class Optimizer:
 
     def norm(self):
         """Of the whole model's gradient, fp64: what is spread counts with its other parts, all else once."""
-        own, common = (
-            torch.nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None and spread(p) == wanted])
-            .to(self.device, torch.float64) for wanted in (True, False)
-        )
+        there = [p for p in self.parameters if p.grad is not None]
+        own, common = (torch.nn.utils.get_total_norm([p.grad for p in there if spread(p) == wanted])
+                       .to(self.device, torch.float64) for wanted in (True, False))
         if self.forged:  # where anything is spread, all of these are
             forged = self.forged.norm() if self.waits else self.forged.telemetry().gradient_norm.norm()
             own = torch.stack((own, forged)).norm()
@@ -1090,7 +1093,7 @@ def run(args):
         model = base.GPT(config)
         if args.moe:
             mixture.with_experts(model)
-    if world.size > 1:
+    if world.size > 1 and not world.late:
         for p in model.parameters():
             dist.broadcast(p.data, 0)  # the same seed gives the same weights; other machines may round otherwise
     if args.batch is None:
@@ -1113,13 +1116,14 @@ def run(args):
     start = args.start
     if method:
         several = world.workers > 1
-        transport = low_comm.Dist(device, timeout=300, group=world.data) if several else low_comm.Sim(1)
+        number = world.rank if world.late else None
+        transport = low_comm.Dist(device, 300, rank=number, group=world.data) if several else low_comm.Sim(1)
         if optimizer.forged:
             states = optimizer.forged.states.values()
             flat.adopt((s.weight, s.tensors["master"]) for s in states if "master" in s.tensors)
         world.sync = low_comm.make_sync(args.sync, flat, transport, seed=args.seed, companion=optimizer,
                                         inner_steps=method.inner_steps, outer=method.outer)
-    if args.resume:
+    if args.resume and not world.late:
         restore(args.checkpoint, model, optimizer, world, start, only_model=not args.steps)
     status = 0
     if args.steps:
@@ -1176,7 +1180,7 @@ def train(model, optimizer, data, config, world, args, device, start, stop):
             world.barrier()
 
     alive, feed = {}, Feed(data, world, args, device)  # bytes at some points of the last step
-    if start == 0 and not args.dry_run:
+    if start == 0 and not (args.dry_run or world.late):
         validation(0)
     if start >= args.steps:
         log.say(f"nothing to do: {args.out} is at step {start} of {args.steps}: raise --steps to go on")
@@ -1207,7 +1211,12 @@ def train(model, optimizer, data, config, world, args, device, start, stop):
                 announced = True
                 log.say("stopping after the next round")
                 sync.transport.ask("stop", str(int(stop.number)))
-            sync.step()
+            if world.late:  # all that it did so far gives way to what the others have
+                sync.join()
+                print(f"worker {world.worker} goes on for {world.seat}, from step {sync.steps}", flush=True)
+                world.late = False
+            else:
+                sync.step()
             done = sync.steps  # of the others, if this worker was lost and has come back
             if sync.method.inner_steps is None and done % 50 == 0:
                 world.barrier()  # with no rounds to ask in, ask now and then
@@ -1501,8 +1510,8 @@ def parse(argv):
     args.optimizer, args.why_optimizer = choose_optimizer(args, workers)
     args.clip = 1.0 if args.clip is None else args.clip
     if args.on_nan == "skip" and args.optimizer != "adamw" and not waits(args):
-        raise ValueError(f"--on-nan skip --optimizer {args.optimizer} --clip 0: steps are taken before the whole gradient "
-                         "is known: use --clip 1, or --on-nan stop")
+        raise ValueError(f"--on-nan skip --optimizer {args.optimizer} --clip 0: steps are taken before the whole "
+                         "gradient is known: use --clip 1, or --on-nan stop")
     args.states = args.states or "fp32"
     choose_experts(args, processes)
     if args.compile is None:
@@ -1717,9 +1726,9 @@ def launch(argv):
     if args.steps:
         load_data(args, packages=args.device == "cuda")  # what is wrong with the data is said once, before any process
     try:
-        lost = base.spawn(run_rank, args.gpus, args.device, (args,), grace=grace, spare=spare)
+        lost = base.spawn(run_rank, args.gpus, args.device, (args,), grace=grace, spare=spare, replace=True)
         if lost:
-            print(f"train.py: process(es) {lost} were lost, the others went on without them", file=sys.stderr)
+            print(f"train.py: process(es) {lost} were lost, the others went on", file=sys.stderr)
     except torch.multiprocessing.ProcessExitedException as error:
         if error.exit_code >= 0:
             return error.exit_code  # the process has said why
