@@ -934,8 +934,9 @@ def test_learns_and_logs(tiny, capsys):
     status, rows, _ = tiny("--steps", 120, "--eval-every", 60, "--lr", 1e-2)
     text = capsys.readouterr().out
     val = [row["val_bpb"] for row in rows if "val_bpb" in row]
+    assert rows[0]["flags"]["lr"] == 1e-2 and rows[0]["parameters"] and "speed   " in text and "bits a byte" in text
     assert status == 0 and abs(val[0] - 8) < 0.24 and val[0] > val[1] > val[2] and val[2] < 5
-    assert {"step", "loss", "bpb", "lr", "grad_norm", "tok_s", "seconds"} <= rows[1].keys()
+    assert {"step", "loss", "bpb", "lr", "grad_norm", "tok_s", "seconds"} <= rows[2].keys()
     assert all(word in text for word in ("parameters", "MFLOP", "predicted MiB", "hash", "sample", "def "))
 
 
@@ -1377,6 +1378,7 @@ def test_dry_run_writes_nothing(tiny, capsys):
                                                 log)]), weights(tiny.folder / "out")
     text = capsys.readouterr().out
     assert status == 0 and kept is None and not (tiny.folder / "out").exists() and log.read_text() == "mine\n"
+    assert "tokens/s" in text and "steps in" in text
     names = [line.split()[0] for line in text.splitlines()[-7:]]
     assert names == ["MiB", "parameters", "gradients", "optimizer", "activations", "loss", "peak"], text
     log.unlink()
@@ -1468,6 +1470,89 @@ def test_fresh_run_keeps_the_earlier_one(tiny, tmp_path, capsys):
     tiny("--seed", 1, out="out/")
     assert "kept the earlier run" in capsys.readouterr().out and (tmp_path / "out" / "mine.txt").exists()
     assert same(weights(tmp_path / "out.1"), first) and not same(weights(tmp_path / "out"), first)
+
+
+def test_a_full_disk_loses_nothing_that_was_saved(tiny, monkeypatch, capsys):
+    """Files may not grow beyond what the checkpoint of step 3 took: the next one says what to do, leaves no half of
+    itself, and the run goes on from the one before, to the weights of one that was not disturbed."""
+    resource = pytest.importorskip("resource")
+    whole, rate, limits = tiny("--save-every", 2, out="whole")[2], train.learning_rate, resource.getrlimit(1)
+
+    def fill(step, args):
+        if step == 4:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+        return rate(step, args)
+
+    assert resource.RLIMIT_FSIZE == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "learning_rate", fill)
+        try:
+            status = tiny("--save-every", 2)[0]
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    error, out = capsys.readouterr().err, tiny.folder / "out"
+    assert status == 2 and "step 6 could not be saved" in error and "go on with python train.py --resume" in error
+    assert train.find_checkpoint(out)[0]["step"] == 4 and not list(out.glob("*.tmp"))
+    assert tiny("--resume")[0] == 0 and same(weights(out), whole)
+
+
+def test_two_runs_do_not_share_a_directory(tiny, capsys):
+    (tiny.folder / "out").mkdir()
+    with train.locked(tiny.folder / "out"):
+        assert tiny()[0] == 2 and "another run is writing there" in capsys.readouterr().err
+        assert tiny("--dry-run")[0] == 0
+    assert tiny()[0] == 0
+
+
+def test_a_port_that_is_taken_does_not_matter(tiny, monkeypatch):
+    """Workers meet at a port that the system has just given to their parent."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        assert tiny("--gpus", 2, "--device", "cpu", "--inner-steps", 3)[0] == 0
+
+
+@pytest.mark.parametrize("change", ["shorter", "other", "touched"])
+def test_data_that_changes_under_the_run(tiny, text, monkeypatch, capsys, change):
+    """Other bytes, or fewer, end it with one line; a new date alone does not."""
+    mine, rate = tiny.folder / "mine.txt", train.learning_rate
+    mine.write_bytes(text.read_bytes())
+
+    def meddle(step, args):
+        if step == 4:
+            if change == "shorter":
+                os.truncate(mine, 1000)
+            with mine.open("r+b") as file:
+                file.write(b"#" if change == "other" else text.read_bytes()[:1])
+            os.utime(mine, (1, 1))
+        return rate(step, args)
+
+    monkeypatch.setattr(train, "learning_rate", meddle)
+    status, rows, _ = tiny("--data", mine, "--save-every", 2)
+    error = capsys.readouterr().err
+    if change == "touched":
+        assert status == 0 and len(losses(rows)) == 6
+    else:
+        assert status == 2 and "mine.txt: was changed while it was trained on" in error and error.count("\n") == 1
+        assert train.find_checkpoint(tiny.folder / "out")[0]["step"] == 4
+
+
+def test_all_workers_killed_at_once_go_on_bitwise(tiny, text):
+    """SIGKILL to the parent and both workers, at whatever they do: the resumed run ends with the weights of one that
+    was never disturbed."""
+    flags, out = ["--device", "cpu", "--gpus", 2, "--inner-steps", 3, "--steps", 90], tiny.folder / "killed"
+    whole = tiny(*flags, out="whole")[2]
+    command = [sys.executable, "train.py", *TINY, *flags, "--data", text, "--preset", "cpu", "--save-every", 4,
+               "--out", out]
+    process = subprocess.Popen([str(word) for word in command], cwd=ROOT, start_new_session=True,
+                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 200
+    while not train.checkpoint_files(out) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert 4 <= train.find_checkpoint(out)[0]["step"] < 90
+    assert train.main(["--resume", "--device", "cpu", "--gpus", "2", "--out", str(out)]) == 0
+    assert same(weights(out), whole)
 
 
 def test_non_finite_loss_stops_and_keeps_the_last_checkpoint(tiny, tmp_path, capsys, monkeypatch):

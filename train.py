@@ -61,11 +61,17 @@ import os
 import shlex
 import shutil
 import signal
+import statistics
 import sys
 import time
 import zlib
 from pathlib import Path
 from typing import NamedTuple
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 import numpy as np
 import torch
@@ -186,6 +192,24 @@ class Data:
     bytes_per_token: int | None  # None: unknown, so no bits per byte
     origin: str
     digest: str  # of the data; a checkpoint remembers it
+    stamps: dict  # {file: its size and time of change}
+
+    def check(self):
+        """ValueError if a file is not what it was when the run began. A memory map of one that has become shorter would
+        end the process without a word."""
+        for name, stamp in self.stamps.items():
+            now = stamp_of(name)
+            if now == stamp:
+                continue
+            if now[0] < stamp[0] or fingerprint(self.train.shards + self.val.shards) != self.digest:
+                raise ValueError(f"{name}: was changed while it was trained on: put it back as it was and go on with "
+                                 "--resume, or start anew with another --out")
+            self.stamps[name] = now
+
+
+def stamp_of(path):
+    status = os.stat(path)
+    return status.st_size, status.st_mtime_ns
 
 
 def expand(pattern):
@@ -250,7 +274,8 @@ def load_data(args, packages):
             f"the data's hash is {digest}, the checkpoint was trained on {args.data_digest}: pass the same --data (the "
             "embedded corpus changes with the Python version and the packages), or start anew with --out"
         )
-    return Data(train, val, bytes_per_token, origin, digest)
+    stamps = {} if args.data is None else {name: stamp_of(name) for name in {*names, *val_names}}
+    return Data(train, val, bytes_per_token, origin, digest, stamps)
 
 
 def has_text(args):
@@ -432,6 +457,7 @@ class Feed:
 
     def read(self, step, micro):
         """Inputs and targets (B, T), on the device."""
+        self.data.check()
         order = self.data.train.shuffled(step * self.args.batch, self.args.batch, self.args.seed)
         x, y = self.data.train.windows([order[i] for i in share(self.args.batch, self.world, self.args.accum, micro)])
         if self.device.type == "cuda":
@@ -927,6 +953,21 @@ def synchronised(world):
     return world.sync.synchronised() if world.sync else contextlib.nullcontext()
 
 
+@contextlib.contextmanager
+def locked(out):
+    """A block in which no other run can use DIR; ValueError if one does. The system gives the lock back, however the
+    process ends. (Windows has no such lock: there nothing is checked.)"""
+    if fcntl is None:
+        yield
+        return
+    with Path(out, ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"{out}: another run is writing there: wait for its end, or name another --out") from None
+        yield
+
+
 def set_aside(out):
     """A fresh run into a directory that holds checkpoints moves them away first: nothing is lost."""
     if checkpoint_files(out):
@@ -1151,6 +1192,9 @@ def train(model, optimizer, data, config, world, args, device, start, stop):
     log = Log(args, world, start)
     for text in describe_run(config, data, world, args, device, start):
         log.say(text)
+    log.row(step=start, flags={k: v for k, v in vars(args).items() if k not in NOT_SAVED}, processes=world.size,
+            parameters=config.parameters(), flops_per_token=config.flops_per_token(),
+            device=base.describe_device(device))
     bits = None if data.bytes_per_token is None else 1 / (math.log(2) * data.bytes_per_token)  # bits a byte, of a nat
     per_byte = lambda loss: None if bits is None else loss * bits  # noqa: E731
     peak_flops = base.peak_flops(device, torch.bfloat16 if args.dtype == "bf16" else torch.float32)
@@ -1175,10 +1219,16 @@ def train(model, optimizer, data, config, world, args, device, start, stop):
     def save(step):
         nonlocal saved
         if saved != step and not args.dry_run:
-            save_checkpoint(args.out, step, model, optimizer, args, data, world)
+            try:
+                save_checkpoint(args.out, step, model, optimizer, args, data, world)
+            except OSError as error:
+                last = "none before it" if saved is None else f"the last one is of step {saved}"
+                raise OSError(f"step {step} could not be saved ({error}), {last}: make room, and go on with "
+                              f"{resume_command(args, world)}") from None
             saved = step
             world.barrier()
 
+    seconds, val_loss = [], None  # of each step; the last validation's
     alive, feed = {}, Feed(data, world, args, device)  # bytes at some points of the last step
     if start == 0 and not (args.dry_run or world.late):
         validation(0)
@@ -1229,7 +1279,8 @@ def train(model, optimizer, data, config, world, args, device, start, stop):
             loss /= world.size if args.sync == "none" else args.tp  # with ddp workers' losses are parts of a sum
             if bad and skipped > most:
                 return diverged(done, f"loss {loss}, gradient norm {norm}")
-        spent, since = spent + time.perf_counter() - began, since + 1
+        seconds.append(time.perf_counter() - began)
+        spent, since = spent + seconds[-1], since + 1
         tok_s = since * args.batch * args.seq / spent
         mfu = None if peak_flops is None else tok_s * config.flops_per_token() / (peak_flops * world.size)
         peak = used_peak_mib(device)
@@ -1249,7 +1300,7 @@ def train(model, optimizer, data, config, world, args, device, start, stop):
         )
         if not (wrong or bad):  # NaN is no JSON
             log.row(step=done, loss=loss, bpb=per_byte(loss), lr=lr, grad_norm=norm, tok_s=tok_s, mfu=mfu,
-                peak_mib=None if math.isnan(peak) else peak, seconds=time.perf_counter() - began, sparse=sparse,
+                peak_mib=None if math.isnan(peak) else peak, seconds=seconds[-1], sparse=sparse,
                 why=stats.reason if args.loss in DECIDING else None, sent=sync and sync.bytes_sent,
                 blocked=sync and sync.blocked_seconds, max_violation=uneven)
         if done % args.log_every == 0:
@@ -1270,18 +1321,27 @@ def train(model, optimizer, data, config, world, args, device, start, stop):
                 go_on = "" if args.dry_run else f"; go on with: {resume_command(args, world)}"
                 log.say(f"stopped after step {done}{go_on}")
                 return 128 + int(stop.number or (stopped if sync else signal.SIGTERM))
-            if evaluate and not math.isfinite(loss := validation(done)):
-                return diverged(done, f"validation loss {loss}")
+            if evaluate and not math.isfinite(val_loss := validation(done)):
+                return diverged(done, f"validation loss {val_loss}")
             if keep:
                 save(done)
         except low_comm.Rejoined:  # the others have gone on meanwhile
             done = sync.steps
         step = done
-    if args.dry_run:
+    if start < args.steps:
+        if not args.dry_run:
+            log.say(f"saved   {args.out}, step {args.steps}")
+        tok_s = args.batch * args.seq / statistics.median(seconds[10:] or seconds)  # the first ones compile and warm up
+        mfu = "" if peak_flops is None else f", MFU {tok_s * config.flops_per_token() / (peak_flops * world.size):.1%}"
+        log.say(f"\nspeed   {tok_s:,.0f} tokens/s{mfu} (median step); {len(seconds)} steps in {sum(seconds):,.1f} s")
+        if val_loss is not None:
+            bpb = "" if bits is None else f", {per_byte(val_loss):.4f} bits a byte"
+            log.say(f"loss    {val_loss:.4f} on validation{bpb}")
+        if world.sync:
+            log.say(f"sync    {world.sync.bytes_sent / 1e6:,.2f} MB sent by a worker, blocked for "
+                    f"{world.sync.blocked_seconds:.2f} s in all")
         for text in compare_memory(config, model, optimizer, alive, world, args, device):
             log.say(text)
-    elif start < args.steps:
-        log.say(f"saved   {args.out}, step {args.steps}")
     return 0
 
 
@@ -1707,10 +1767,17 @@ def launch(argv):
     args = parse(argv)
     if args.plan is not None:
         return print_plan(args, argv)
-    if args.steps and not args.dry_run:
-        Path(args.out).mkdir(parents=True, exist_ok=True)  # fails now rather than when there is something to lose
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+    writes = args.steps and not args.dry_run and (not args.torchrun or os.environ["RANK"] == "0")
+    if writes:
+        Path(args.out).mkdir(parents=True, exist_ok=True)  # fails now rather than when there is something to lose
+    with locked(args.out) if writes else contextlib.nullcontext():
+        return start_processes(args)
+
+
+def start_processes(args):
+    """The processes that these flags ask for, or this one's part under torchrun; the exit status."""
     if args.torchrun:
         base.join_group(args.device)
         status = run(args)
