@@ -341,11 +341,15 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * D, D, bias=False)
 
     def forward(self, x, cos, sin):
-        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (-1, 3, self.head)).unbind(3)  # (B, T, H, D/H)
-        cos, sin = cos.to(q.dtype), sin.to(q.dtype)  # or bf16 would grow to fp32 here
-        q, k, v = (t.transpose(1, 2) for t in (rotate(q, cos, sin), rotate(k, cos, sin), v))  # (B, H, T, D/H)
+        q, k, v = self.heads(self.qkv(self.norm1(x)), cos, sin)
         x = x + self.proj(self.attend(q, k, v).transpose(1, 2).flatten(2))
         return x + self.mlp(self.norm2(x))
+
+    def heads(self, qkv, cos, sin):
+        """qkv (B, T, 3 D) -> q and k turned, and v, each (B, H, T, D/H)."""
+        q, k, v = qkv.unflatten(-1, (-1, 3, self.head)).unbind(3)  # (B, T, H, D/H)
+        cos, sin = cos.to(q.dtype), sin.to(q.dtype)  # or bf16 would grow to fp32 here
+        return tuple(t.transpose(1, 2) for t in (rotate(q, cos, sin), rotate(k, cos, sin), v))
 
     def mlp(self, x):
         return self.down(F.gelu(self.up(x)))
@@ -661,7 +665,8 @@ def spawn(fn, ranks, device="cpu", args=(), timeout=300, grace=30, spare=0, late
     method = "spawn"  # each process imports torch anew: 4 seconds of a core
     if device != "cuda" and "forkserver" in multiprocessing.get_all_start_methods():  # a copy of one that has it
         method = "forkserver"
-        multiprocessing.set_forkserver_preload(["torch", "torch._dynamo"])  # the latter is imported by torch.optim
+        files = [] if HAS_CUDA else ["__main__", fn.__module__]  # which look for a GPU: CUDA does not survive a fork
+        multiprocessing.set_forkserver_preload(["torch", "torch._dynamo", *files])  # torch.optim imports the latter
     context = torch.multiprocessing.start_processes(
         _rank_main, setup, ranks + late, join=False, daemon=True, start_method=method
     )

@@ -62,6 +62,17 @@ else:  # macOS, Windows: the kernels below are still defined, never run; backend
     triton = SimpleNamespace(jit=lambda kernel: kernel)
     tl = SimpleNamespace(constexpr=lambda value: value)
 
+if INTERPRETED and HAS_TRITON:
+    from triton.runtime import interpreter
+
+    def _patch_once(kernel, patch=interpreter._patch_lang):
+        """The interpreter replaces all of Triton's language at each call of a function: a fifth of its time. While a
+        kernel runs, what its launch has replaced still is, for the functions that it calls."""
+        languages = [value for value in kernel.__globals__.values() if value is tl or value is tl.core]
+        return patch(kernel) if any(tl.core.is_builtin(language.load) for language in languages) else None
+
+    interpreter._patch_lang = _patch_once
+
 
 # ==== 1. The cost model ===============================================================================================
 

@@ -1214,12 +1214,13 @@ class Forge:
         self.stashing = False
 
     def prepare(self, lr, step, scale=1.0):
-        """Arm, without looking at the weights; gradients are multiplied by scale."""
+        """Arm, without looking at the weights; gradients are multiplied by scale, a number or a tensor of one."""
         if not (isinstance(step, int) and step >= 1 and 0 <= lr < math.inf):
             raise ValueError(f"arm(lr={lr}, step={step}): pass a rate of at least 0 and steps that count from 1")
         numbers = self.rule.scalars(lr, step)
-        scalars = torch.tensor([*numbers, *[0.0] * (7 - len(numbers)), scale], dtype=torch.float64).float()
+        scalars = torch.tensor([*numbers, *[0.0] * (8 - len(numbers))], dtype=torch.float64).float()
         self.scalars.copy_(scalars, non_blocking=True)
+        self.scalars[7:] = scale
         self.key.copy_(torch.tensor([self.seed, step]), non_blocking=True)
         self.records.zero_()
         self.armed, self.at_step, self.scale = True, step, scale
@@ -1246,9 +1247,12 @@ class Forge:
         return torch.stack([square.to(self.key.device) for square in squares]).sum().sqrt()
 
     @torch.no_grad()
-    def release(self, lr, step, clip=0.0, others=()):
+    def release(self, lr, step, clip=0.0, others=(), norm=None):
         """The step `step` at rate lr of every weight that has factors, whose gradient is what they add up to. Waits for
         the device once, before it, and returns whether the step was taken.
+
+        norm: what norm(others) returned. Then nothing waits, the step is always taken, and it is for the caller to look
+        whether the norm was finite: if not, neither are the weights any more.
 
         clip: the largest norm of the gradient of the weights and of `others`, ordinary parameters whose .grad is scaled
         with them, as by clip_grad_norm_ (0: no limit). clipped_norm is then the norm before that, else None. If it, or
@@ -1262,7 +1266,10 @@ class Forge:
         others, self.clipped_norm = [p for p in others if p.grad is not None], None
         for state in states:
             state.check_factors()
-        if clip:
+        if norm is not None:
+            self.clipped_norm, good = norm, True
+            scale = (clip / (norm + 1e-6)).clamp(max=1.0) if clip else 1.0
+        elif clip:
             self.clipped_norm = norm = self.norm(others).item()
             good, scale = math.isfinite(norm), min(1.0, clip / (norm + 1e-6))
         else:
@@ -2419,7 +2426,10 @@ def check_stash(device="cpu", sizes=(4, 24, 200), V=300, D=32):
                             (weight * model(x[i], y[i])).backward()
                         kept = [t for s in handle.states.values() for f in s.factors for t in tensors_of(f)]
                         base.require(not any(t.requires_grad for t in kept), f"{title}: a factor keeps the graph")
-                        taken = handle.release(1e-2 * step, step, clip, handle.ordinary.values())
+                        parameters = list(handle.ordinary.values())
+                        # Without waiting, in every second step.
+                        early = dict(norm=handle.norm(parameters)) if step % 2 and not bad else {}
+                        taken = handle.release(1e-2 * step, step, clip, parameters, **early)
                         base.require(taken != bad, f"{title}: a step was {'taken' if taken else 'not taken'}")
                         same = all(map(torch.equal, before, (*model.parameters(), *every_tensor(handle))))
                         base.require(same == bad, f"{title}: a step that was skipped changed something")

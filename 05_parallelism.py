@@ -43,6 +43,7 @@ losing a rank over NCCL, whose watchdog ends the others.
 import contextlib
 import datetime
 import functools
+import gc
 import importlib
 import itertools
 import math
@@ -76,6 +77,13 @@ base = importlib.import_module("01_logits_memory")
 cce = importlib.import_module("02_cce_kernel")
 filtering = importlib.import_module("03_grad_filter_sort")
 forging = importlib.import_module("04_fused_optimizer")
+
+if base.HAS_TRITON:
+    import triton
+    import triton.language as tl
+else:  # the kernel below is defined, never run
+    triton, tl = SimpleNamespace(jit=lambda kernel: kernel), SimpleNamespace(constexpr=None)
+
 TIMEOUT = 20  # seconds: of a collective, and for all ranks to come
 MIB, require, on_death = base.MIB, base.require, base.on_death
 
@@ -1116,6 +1124,134 @@ def recompute(model):
     1604.06174."""
     for block in model.blocks:
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+
+
+# Between its matrices a layer does little arithmetic on much memory. Written as functions that become one kernel each,
+# every one reads its inputs once and writes its outputs once; and what is that cheap to make, norms and activations,
+# need not be kept for the next matrix's gradient: backward makes it again from what is kept anyhow.
+
+
+def normed(x, weight, dtype):
+    """RMSNorm of the stream x (B, T, D), in the dtype of the product that follows."""
+    return F.rms_norm(x, weight.shape, weight).to(dtype)
+
+
+def add_normed(x, branch, weight, dtype):
+    """The stream with a layer's branch added, and the norm of that."""
+    x = x + branch
+    return x, normed(x, weight, dtype)
+
+
+@triton.jit
+def turn_kernel(
+    qkv, q, k, v, cos, sin, T, H, HALF, BACK: tl.constexpr, HEADS: tl.constexpr, COLS: tl.constexpr,
+):
+    """A program is one token, whose q, k and v lie head by head in qkv (B, T, H, 3, D/H), and each in a tensor of its
+    own (B, T, H, D/H). Forward copies there and turns q and k by the angle of the position; BACK the reverse."""
+    token = tl.program_id(0).to(tl.int64)
+    head, i = tl.arange(0, HEADS)[:, None], tl.arange(0, COLS)[None, :]
+    used, angle = (head < H) & (i < HALF), (token % T) * HALF + i
+    c, s = tl.load(cos + angle, i < HALF), tl.load(sin + angle, i < HALF)
+    if BACK:
+        s = -s
+    for part in tl.static_range(3):
+        apart = (q if part == 0 else k if part == 1 else v) + (token * H + head) * 2 * HALF + i
+        together = qkv + ((token * H + head) * 3 + part) * 2 * HALF + i
+        source, target = (apart, together) if BACK else (together, apart)
+        a, b = tl.load(source, used).to(tl.float32), tl.load(source + HALF, used).to(tl.float32)
+        if part < 2:
+            a, b = a * c - b * s, a * s + b * c
+        tl.store(target, a.to(target.dtype.element_ty), used)
+        tl.store(target + HALF, b.to(target.dtype.element_ty), used)
+
+
+def turn(qkv, parts, cos, sin, back):
+    """Run turn_kernel between qkv (B, T, 3 D) and parts (q, k, v), each (B, T, H, D/H); all contiguous."""
+    (B, T, H, head), half = parts[0].shape, parts[0].shape[-1] // 2
+    sizes = dict(HEADS=triton.next_power_of_2(H), COLS=triton.next_power_of_2(half))
+    turn_kernel[(B * T,)](qkv, *parts, cos, sin, T, H, half, BACK=back, **sizes)
+
+
+class Turned(torch.autograd.Function):
+    """01's Block.heads in one kernel: qkv is not kept, and q, k, v are one new tensor. A turn's transpose turns back."""
+
+    @staticmethod
+    def forward(ctx, qkv, cos, sin, head):
+        ctx.angles, (B, T, width) = (cos, sin), qkv.shape
+        parts = torch.empty(3, B, T, width // (3 * head), head, dtype=qkv.dtype, device=qkv.device).unbind()
+        turn(qkv.contiguous(), parts, *ctx.angles, back=False)
+        return tuple(part.transpose(1, 2) for part in parts)  # (B, H, T, D/H)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        parts = [gradient.transpose(1, 2).contiguous() for gradient in gradients]  # (B, T, H, D/H)
+        B, T, H, head = parts[0].shape
+        dqkv = parts[0].new_empty(B, T, 3 * H * head)
+        turn(dqkv, parts, *ctx.angles, back=True)
+        return dqkv, None, None, None
+
+
+def after(linear, made, make, *inputs):
+    """linear(made), where made = make(*inputs): for backward the inputs are kept, and it is made again."""
+    inputs, place = [t.detach() if isinstance(t, torch.Tensor) else t for t in inputs], made.data_ptr()
+    pack = lambda t: t.shape if t.data_ptr() == place else t  # noqa: E731
+    unpack = lambda t: make(*inputs).view(t) if isinstance(t, torch.Size) else t  # noqa: E731
+    with saved_tensors_hooks(pack, unpack):
+        return linear(made)
+
+
+def lean(model, compiled=True, remake=True, kernel=None):
+    """Fuse what lies between the matrices of a GPT of 01, by torch.compile and turn_kernel, and with `remake` keep 10 D
+    elements a token and layer in place of 18: the stream twice; q, k, v; attention's output; the MLP before its
+    activation. The stream travels from layer to layer with a branch that the next norm is to add.
+
+    Without `remake` it goes with recompute(), which would keep those inputs. E comes out in the products' dtype. For
+    training alone: without gradients, where shapes vary, the model runs as it was. 07's experts stay what they are.
+    kernel: whether q and k are turned by turn_kernel (on GPUs with Triton)."""
+    fuse = functools.partial(torch.compile, fullgraph=True, dynamic=False) if compiled else lambda function: function
+    norm, add_norm, gelu = map(fuse, (normed, add_normed, F.gelu))
+    keep = after if remake else lambda linear, made, *_: linear(made)
+    if kernel is None:
+        kernel = base.HAS_TRITON and not base.INTERPRETED and model.cos.is_cuda
+
+    def enter_norm(x, weight):
+        """The stream, whole, and its norm."""
+        stream = x if isinstance(x, tuple) else (x,)
+        dtype = forging.compute_dtype(stream[0])
+        return add_norm(*x, weight, dtype) if len(stream) == 2 else (x, norm(x, weight, dtype))
+
+    def onward(x, branch):
+        return (x, branch) if remake else x + branch  # recompute() keeps what it is given
+
+    def layer(block, plain, x, cos, sin):
+        if not torch.is_grad_enabled():
+            return plain(x, cos, sin)
+        x, n = enter_norm(x, block.norm1.weight)
+        qkv = keep(block.qkv, n, norm, x, block.norm1.weight, n.dtype)
+        q, k, v = Turned.apply(qkv, cos, sin, block.head) if kernel else block.heads(qkv, cos, sin)
+        branch = block.proj(block.attend(q, k, v).transpose(1, 2).flatten(2))
+        if not hasattr(block, "up"):
+            x = x + branch
+            return onward(x, block.mlp(block.norm2(x)))
+        x, n = enter_norm((x, branch), block.norm2.weight)
+        h = keep(block.up, n, norm, x, block.norm2.weight, n.dtype)
+        return onward(x, keep(block.down, gelu(h), gelu, h))
+
+    def last(plain, x):
+        return enter_norm(x, model.norm.weight)[1] if torch.is_grad_enabled() else plain(x)
+
+    for block in model.blocks:
+        block.forward = functools.partial(layer, block, block.forward)
+    model.norm.forward = functools.partial(last, model.norm.forward)
+
+
+def lean_saving(config, tokens, width, experts=False, cut=1):
+    """Bytes of 01's activation_bytes (with fused norms) that lean() does not keep, products being of `width` bytes: of a
+    layer's numbers both norms (2 D a token), q and k before they are turned (2), the activation (4); in layers with
+    experts the first norm, q and k alone. And of E, what fp32 has more. cut: tensor-parallel ranks, which share all but
+    the norms."""
+    layer = (1 if experts else 2) + (2 if experts else 6) / cut
+    return int(tokens * config.dim * (width * layer * config.layers + 4 - width))
 
 
 class Offload(saved_tensors_hooks):
@@ -2869,18 +3005,21 @@ def check_pipeline():
             total += one.detach()
         return total
 
-    for name, schedule in SCHEDULES.items():
-        chunks = 2 if name == "interleaved" else 1
-        for m in sorted({2 * p} | ({max(1, p - 1)} if chunks == 1 else set())):
-            tokens, targets = tiny_tokens(tiny(p), 2 * m)
-            parts, goals, total = tokens.chunk(m), targets.chunk(m), global_count(targets != -100, None)
+    for m in (max(1, p - 1), 2 * p):
+        tokens, targets = tiny_tokens(tiny(p), 2 * m)
+        parts, goals, total = tokens.chunk(m), targets.chunk(m), global_count(targets != -100, None)
 
-            def loss(y, i, C, goals=goals, total=total):
-                return base.linear_cross_entropy_reference(y, C, goals[i], reduction="sum") / total
+        def loss(y, i, C, goals=goals, total=total):
+            return base.linear_cross_entropy_reference(y, C, goals[i], reduction="sum") / total
 
-            plain, whole_model, model = (tiny(p, layers=2 * p) for _ in range(3))
-            serial(plain, plain, parts, loss)
-            want_loss = serial(whole_model, Stage(whole_model, 0, 1, queue), parts, loss)
+        plain, whole_model = tiny(p, layers=2 * p), tiny(p, layers=2 * p)
+        serial(plain, plain, parts, loss)
+        want_loss = serial(whole_model, Stage(whole_model, 0, 1, queue), parts, loss)
+        for name, schedule in SCHEDULES.items():
+            chunks = 2 if name == "interleaved" else 1
+            if chunks > 1 and m < p:
+                continue  # interleaving needs a multiple of p
+            model = tiny(p, layers=2 * p)
             stages = [Stage(model, c * p + rank, chunks * p, queue) for c in range(chunks)]
             like = torch.empty(*parts[0].shape, model.config.dim, dtype=torch.float64, device=here())
             got_loss = run_pipeline(
@@ -3026,6 +3165,40 @@ def check_memory_instead():
                 require(torch.equal(gradient, results["plain"][name]), f"{way}: gradient of {name} differs")
         require(not list(Path(folder).iterdir()), "files are left")
     must_raise("pass a folder", lambda: Offload(small_model("cpu")))
+
+
+def check_lean():
+    """lean(), uncompiled: the same gradients, bit for bit but for the kernel's; as many bytes fewer as its formula says.
+    The kernel turns, and turns back, as 01 does, also where heads and their halves are no powers of two."""
+    device, T, layers, dim = base.default_device(), 12, 2, 96
+    tokens = torch.randint(64, (2, T), generator=torch.Generator().manual_seed(0)).to(device)
+    results, kept = {}, {}
+    for way in ("plain", "kept", "lean", *(["kernel"] if base.HAS_TRITON else [])):
+        model = small_model(device, layers, dim, T)
+        if way != "plain":
+            lean(model, compiled=False, remake=way != "kept", kernel=way == "kernel")
+        # Flash attention may add up in any order on a GPU; the plain one keeps other things.
+        with sdpa_kernel(SDPBackend.MATH) if device.type == "cuda" else contextlib.nullcontext():
+            kept[way], (E, _) = kept_bytes(lambda: (model(tokens), gc.collect()))  # noqa: B023  a kernel's cycles
+            (E * torch.arange(dim, device=device).cos()).sin().sum().backward()
+        results[way] = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        for name, gradient in results[way].items():
+            error = cce.error(gradient, results["plain"][name])
+            require(error <= (1e-6 if way == "kernel" else 0), f"{way}: gradient of {name} is off by {error:.1e}")
+    if base.HAS_TRITON:
+        saved, formula = kept["kept"] - kept["kernel"], lean_saving(model.config, tokens.numel(), 4)
+        right = device.type == "cuda" or abs(saved / formula - 1) < 0.03
+        require(right, f"saves {saved} bytes, the formula says {formula}")
+        block, angles = model.blocks[0], (model.cos, model.sin, model.blocks[0].head)
+        for heads in (4, 5):
+            x = torch.randn(2, T, 3 * heads * block.head, generator=torch.Generator().manual_seed(1)).to(device)
+            x, outs, gradients = x.requires_grad_(), [], []
+            for parts in (Turned.apply(x, *angles), block.heads(x, *angles[:2])):
+                outs.append(torch.stack(parts))  # (3, B, H, T, D/H)
+                loss = outs[-1].sin().sum()
+                gradients.append(torch.autograd.grad(loss, x)[0])
+            require(cce.error(*outs) < 1e-6, f"{heads} heads: q, k, v are off by {cce.error(*outs):.1e}")
+            require(cce.error(*gradients) < 1e-6, f"{heads} heads: the gradient is off by {cce.error(*gradients):.1e}")
 
 
 def check_simulator(seeds=30):
@@ -3524,6 +3697,10 @@ BREAKS = {
     "lost-weights": (check_pipeline, "WeightQueue", _LastOnly),
     "unweighted-merge": (check_context, "merge", _unweighted),
     "no-correction": (check_context, "block_gradients", _no_correction),
+    "unnormed-input": (check_lean, "after", lambda linear, made, make, *inputs, after=after: after(
+        linear, made, lambda first, *others: first, *inputs)),
+    "turned-on": (check_lean, "turn", lambda qkv, parts, cos, sin, back, turn=turn: turn(
+        qkv, parts, cos, -sin if back else sin, back)),
     "address-reused": (check_memory_instead, "on_death", lambda *arguments: None),
     "whole-documents": (check_uneven, "first_row", lambda stop, room: 0),
     "upper-left": (check_elsewhere, "blocks_of", _upper_left),
@@ -4122,7 +4299,8 @@ def measure_uneven(total=32768, H=32, d=128):
 notes = []  # lines that are printed after the rows
 CHECKS = [check_groups, check_data_parallel, check_zero, check_tensor_parallel, check_vocabulary, check_forge,
           check_forged_model, check_schedules, check_pipeline, check_context, check_memory_instead, check_elsewhere]
-BY_ONE = [check_simulator, check_uneven, check_flow, check_skip, check_planner, check_slow, check_keys, check_elastic]
+BY_ONE = [check_lean, check_simulator, check_uneven, check_flow, check_skip, check_planner, check_slow, check_keys,
+          check_elastic]
 MEASUREMENTS = [measure_zero, measure_activations, measure_bubbles, measure_memory_instead, measure_plans]
 ON_GPUS = [measure_overlap, measure_tensor, measure_vocabulary, measure_ring, measure_uneven, measure_energy]
 

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import gc
 import importlib
+import io
 import json
 import math
 import os
@@ -60,6 +61,21 @@ def python(*arguments, timeout=300, **options):
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, **options)
 
 
+def in_process(stage, *arguments):
+    """A stage's command line in this process, which has torch already: what python() returns."""
+    names, errors = vars(STAGES[stage]), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(errors):
+        patch.setattr(sys, "argv", [f"{stage}.py", *map(str, arguments)])
+        patch.setattr(sys, "__stdout__", output := io.StringIO())
+        patch.setattr(sys, "stdout", output)
+        try:
+            status = base.run_stage(
+                names["__file__"], names["__doc__"], names, names["body"], "", names.get("add_arguments"))
+        except SystemExit as left:  # argparse
+            status = left.code
+    return SimpleNamespace(returncode=status, stdout=output.getvalue(), stderr=errors.getvalue())
+
+
 # ==== Stages: command lines, planted bugs, checks =====================================================================
 
 
@@ -91,7 +107,7 @@ def test_planted_bug_is_caught(stage, bug, capsys, monkeypatch):
 
 
 def test_unknown_break_is_bad_input():
-    assert python("01_logits_memory.py", "--break", "nothing").returncode == 2
+    assert in_process("01_logits_memory", "--break", "nothing").returncode == 2
 
 
 @pytest.mark.parametrize("check", base.CHECKS, ids=lambda check: check.__name__)
@@ -241,13 +257,12 @@ def test_filter_on_awkward_shapes():
                 assert cce.error(got, exact) < 1e-2
 
 
-@pytest.mark.parametrize("options", [dict(lse_weight=0.3), dict(seed=1)], ids=str)
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
-def test_sparse_gradient_equals_its_rule_on_dense_logits(dtype, options):
-    """Adversarial rows: all mass in the tail, a class that all rows list, empty classes, ties, ignored rows."""
-    kernels = base.INTERPRETED and len(gfs.filter_backends(DEVICE, dtype, 24)) > 1
-    slow = kernels and (dtype == torch.float16 or dtype == torch.bfloat16 and "seed" in options)
-    gfs.check_sparse(DEVICE, dtype, **options, names=["a Zipf law"] if slow else None)
+def test_sparse_gradient_equals_its_rule_on_dense_logits(dtype):
+    """Adversarial rows: all mass in the tail, a class that all rows list, empty classes, ties, ignored rows. The stage
+    itself has another seed and no gradient of lse."""
+    slow = base.INTERPRETED and dtype == torch.float16 and len(gfs.filter_backends(DEVICE, dtype, 24)) > 1
+    gfs.check_sparse(DEVICE, dtype, lse_weight=0.3, seed=1, names=["a Zipf law"] if slow else None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -338,7 +353,7 @@ def test_checkpoint_shows_the_phenomenon(tmp_path):
     assert train.main(["--preset", "cpu", *TINY, "--out", str(tmp_path / "out")]) == 0
     result = python("03_grad_filter_sort.py", "--checkpoint", tmp_path / "out")
     assert result.returncode == 0 and "are above 2^-12" in result.stdout, result.stdout + result.stderr
-    assert python("03_grad_filter_sort.py", "--checkpoint", tmp_path / "nothing").returncode == 2
+    assert in_process("03_grad_filter_sort", "--checkpoint", tmp_path / "nothing").returncode == 2
 
 
 @needs_gpu
@@ -510,14 +525,14 @@ def test_one_process_needs_no_groups():
     ("nothing is parallel", ["--ranks", 1]), *([] if base.HAS_CUDA else [("as many ranks", ["--device", "cuda"])]),
 ])
 def test_bad_flags_of_parallelism(message, flags):
-    result = python("05_parallelism.py", *flags)
+    result = in_process("05_parallelism", *flags)
     assert result.returncode == 2 and message in result.stderr and len(result.stderr.splitlines()) == 1, result.stderr
 
 
 def test_scheduling_on_more_random_cases():
     parallel.check_simulator(100)
     parallel.check_uneven(20, n=8)
-    parallel.check_uneven(6, n=32)
+    parallel.check_uneven(3, n=24)
     parallel.check_flow(80)
     parallel.check_skip(150)
     parallel.check_planner(40)
@@ -566,7 +581,7 @@ def test_planner_answers_in_one_screen():
     ("missing layers, gib", "params=8e9 dim=4096 vocab=128256 seq=8192 gpus=64"), ("not of the form", "8B on 64 GPUs"),
 ])
 def test_planner_says_what_is_missing(message, wish):
-    result = python("05_parallelism.py", "--plan", wish)
+    result = in_process("05_parallelism", "--plan", wish)
     assert result.returncode == 2 and message in result.stderr and len(result.stderr.splitlines()) == 1, result.stderr
 
 
@@ -684,7 +699,7 @@ def test_forge(check):
 
 
 @pytest.mark.parametrize("N, V, D, layouts, softcap", [
-    (33, 270, 24, ("fp32", "bf16"), None), (40, 290, 136, ("master",), None), (20, 300, 16, ("fp32",), 5.0),
+    (33, 140, 24, ("fp32", "bf16"), None), (40, 150, 136, ("master",), None), (20, 300, 16, ("fp32",), 5.0),
 ])
 def test_forged_classifier_of_more_shapes(N, V, D, layouts, softcap):
     forging.check_classifier(DEVICE, N, V, D, layouts, softcap)
@@ -1268,17 +1283,18 @@ def test_forged_experts_train_like_adamw(tiny, flags):
     assert all("max_violation" in row for row in runs[1][1] if "loss" in row)
 
 
-@pytest.mark.parametrize("name", ["forge", "forge-cce"])
-def test_forge_trains_like_adamw(tiny, name):
-    """300 steps from one seed: the same losses. The twin trains without decay and must be told apart."""
+def test_forge_trains_like_adamw(tiny):
+    """300 steps from one seed: the same losses. The twins train without decay and must be told apart."""
     flags = ["--steps", 300, "--clip", 0]
-    adamw, forge = (tiny(*flags, "--optimizer", optimizer, out=optimizer) for optimizer in ("adamw", name))
-    assert len(losses(forge[1])) == 300 and losses(forge[1]) == pytest.approx(losses(adamw[1]), abs=1e-4)
-    assert norms(forge[1]) == pytest.approx(norms(adamw[1]), rel=1e-2)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "RULE", forging.AdamW(train.BETAS, 1e-8, 0.0))
-        twin = tiny(*flags, "--optimizer", name, out="twin")
-    assert losses(twin[1]) != pytest.approx(losses(adamw[1]), abs=1e-4)
+    adamw = tiny(*flags, "--optimizer", "adamw", out="adamw")
+    for name in ("forge", "forge-cce"):
+        forge = tiny(*flags, "--optimizer", name, out=name)
+        assert len(losses(forge[1])) == 300 and losses(forge[1]) == pytest.approx(losses(adamw[1]), abs=1e-4)
+        assert norms(forge[1]) == pytest.approx(norms(adamw[1]), rel=1e-2)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(train, "RULE", forging.AdamW(train.BETAS, 1e-8, 0.0))
+            twin = tiny(*flags, "--optimizer", name, out=f"twin-{name}")
+        assert losses(twin[1]) != pytest.approx(losses(adamw[1]), abs=1e-4)
 
 
 @pytest.mark.parametrize("name", ["forge", "forge-cce"])
@@ -1291,24 +1307,35 @@ def test_forge_clips_and_accumulates_like_adamw(tiny, name, size):
     assert norms(forge[1]) == pytest.approx(norms(adamw[1]), rel=1e-3)
     release = forging.Forge.release
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(forging.Forge, "release", lambda self, *step_clip_others: release(
-            self, *step_clip_others[:2], 1e9, step_clip_others[3]))
+        patch.setattr(forging.Forge, "release", lambda self, lr, step, clip, *rest: release(self, lr, step, 1e9, *rest))
         twin = tiny(*flags, "--optimizer", name, out="twin")
     assert losses(twin[1]) != pytest.approx(losses(adamw[1]), abs=1e-4)
 
 
-def test_a_micro_batch_of_nan_changes_nothing(tiny, monkeypatch, capsys):
-    """While factors wait, the step of a bad micro-batch is not taken: the weights are those that were saved before."""
-    real, models = train.loss_sum, []
+@pytest.mark.parametrize("optimizer", ["forge-cce", "adamw"])
+def test_a_micro_batch_of_nan_stops_or_is_skipped(tiny, monkeypatch, capsys, optimizer):
+    """stop: the last checkpoint is good. skip: a bad step changes nothing, and those after it are taken; one that goes
+    on for too long ends the run all the same."""
+    real, seen, bad = train.loss_sum, [], range(7, 8)  # the first half of step 4
 
     def poisoned(model, *rest):
-        models.extend([model] * torch.is_grad_enabled())
-        return real(model, *rest) * (np.nan if len(models) == 7 else 1)  # the first half of step 4
+        seen.extend([{k: v.clone() for k, v in model.state_dict().items()}] * torch.is_grad_enabled())
+        return real(model, *rest) * (np.nan if len(seen) in bad else 1)
 
     monkeypatch.setattr(train, "loss_sum", poisoned)
-    status, _, kept = tiny("--optimizer", "forge-cce", "--clip", 1, "--accum", 2, "--save-every", 1)
-    assert status == 1 and "step 4: loss nan" in capsys.readouterr().out
-    assert same(models[0].state_dict(), kept)
+    flags = ["--optimizer", optimizer, "--clip", 1, "--accum", 2, "--save-every", 1]
+    status, _, kept = tiny(*flags)
+    assert status == 1 and "step 4: loss nan" in capsys.readouterr().out and same(seen[6], kept)
+    seen.clear()
+    status, rows, kept = tiny(*flags, "--on-nan", "skip", out="skip")
+    assert status == 0 and "step 4: loss nan, gradient norm nan: skipped" in capsys.readouterr().out
+    assert same(seen[6], seen[8]) and not same(seen[8], seen[10]) and all(p.isfinite().all() for p in kept.values())
+    assert sorted(losses(rows)) == [1, 2, 3, 5, 6]
+    seen.clear()
+    bad = range(7, 99)
+    status, _, kept = tiny(*flags, "--on-nan", "skip", "--steps", 12, out="long")
+    assert status == 1 and "step 9: loss nan" in capsys.readouterr().out and same(seen[6], kept)
+    assert tiny("--clip", 0, "--on-nan", "skip")[0] == 2 and "use --clip 1" in capsys.readouterr().err
 
 
 def test_dry_run_writes_nothing(tiny, capsys):
@@ -1334,7 +1361,7 @@ def test_narrow_states_train(tiny, states):
 
 
 def test_default_optimizer_is_what_the_other_flags_allow(tiny, capsys):
-    for flags, words in (([], "optimizer forge-cce (no sum"), (["--clip", 0.5], "optimizer adamw (--clip 0.5"),
+    for flags, words in (([], "optimizer forge-cce (no sum"), (["--clip", 0.5], "optimizer forge-cce (no sum"),
                          (["--accum", 2], "optimizer adamw (--accum 2"),
                          (["--loss", "reference"], "optimizer forge (no sum"),
                          (["--states", "int8", "--clip", 0.5], "optimizer forge-cce (for --states int8"),
@@ -1342,7 +1369,7 @@ def test_default_optimizer_is_what_the_other_flags_allow(tiny, capsys):
                          (["--gpus", 2, "--device", "cpu", "--sync", "ddp"], "optimizer adamw (--sync ddp")):
         args = train.parse([str(flag) for flag in (*TINY, *flags)])
         assert f"optimizer {args.optimizer} ({args.why_optimizer}".startswith(words)
-        assert args.clip == (1.0 if args.optimizer == "adamw" else 0.0) or "--clip" in flags
+        assert args.clip == 1.0 or "--clip" in flags
 
 
 def test_checkpoint_of_another_optimizer_is_refused(tiny, capsys):
@@ -1361,7 +1388,7 @@ def test_checkpoint_of_an_earlier_layout_is_refused(tiny, tmp_path, capsys):
         record["crc32"] = train.checksum(record, file.with_suffix(".pt").read_bytes())
         file.write_text(json.dumps(record))
     assert tiny("--resume", "--steps", 4)[0] == 2 and "as in an earlier version" in capsys.readouterr().err
-    result = python("03_grad_filter_sort.py", "--checkpoint", tmp_path / "out")
+    result = in_process("03_grad_filter_sort", "--checkpoint", tmp_path / "out")
     assert result.returncode == 2 and "as in an earlier version" in result.stderr
 
 
@@ -1526,7 +1553,6 @@ BAD_FLAGS = {
     "use --vocab 258": ["--tp", 2, "--vocab", 257, "--device", "cpu"],
     "a worker is 2 of them: use --gpus 4": ["--tp", 2, "--gpus", 3, "--device", "cpu"],
     "use a --dim that 256 divides": ["--tp", 2, "--states", "int8", "--device", "cpu"],
-    "by its own norm": ["--tp", 2, "--optimizer", "forge", "--clip", 1, "--device", "cpu"],
     "and 2 worker(s): use --sync diloco or ddp": ["--tp", 2, "--gpus", 4, "--sync", "none", "--device", "cpu"],
     "and 1 worker(s): use --sync none": ["--tp", 2, "--sync", "diloco", "--device", "cpu"],
     "must be a multiple of 3 workers": ["--tp", 2, "--gpus", 6, "--sync", "ddp", "--device", "cpu"],
@@ -1617,15 +1643,14 @@ def processes(flags):
 
 def norm_of_all(self):
     """Of what every process has, too, each copy counts."""
-    norm = self.over_parts(torch.nn.utils.get_total_norm([p.grad for p in self.parameters]))
-    torch.nn.utils.clip_grads_with_norm_(self.parameters, self.clip or math.inf, norm)
-    return norm
+    ordinary = torch.nn.utils.get_total_norm([p.grad for p in self.parameters])
+    return self.over_parts(torch.stack((ordinary.double(), self.forged.norm())).norm())
 
 
 # name: (where, what, the bug, flags whose run must differ from the uncut one's)
 CUT_BUGS = {
     "a part's norm": (train.Optimizer, "over_parts", lambda self, norm: norm, merged("tp", "clip")),
-    "a norm of copies": (train.Optimizer, "clip_gradients", norm_of_all, merged("tp", "clip")),
+    "a norm of copies": (train.Optimizer, "norm", norm_of_all, merged("tp", "clip")),
     "no sum in backward": (parallel, "enter", lambda x, group, sequence=False: x, merged("tp", "recompute")),
     "no sum over workers": (train, "all_reduce_gradients", lambda model, world: None, merged("tp", "ddp")),
 }
@@ -1916,6 +1941,8 @@ def test_predicted_peak_of_a_training_step(loss, optimizer, states):
         if args.moe:
             moe.with_experts(model)
         optimizer = train.Optimizer(model, args)
+        if args.compile:
+            parallel.lean(model)
         for step in (1, 2):
             optimizer.begin(step, 1e-3)
             train.loss_sum(model, x, x, args, gfs.SparseStats()).backward()

@@ -15,11 +15,12 @@ What it shows
     default where 03's kernels run); cce-exact: exact (the default elsewhere); cce-sparse: sparse wherever its entries
     fit; cce-filter: dE without the tiles that 03 would leave out (dC stays exact, a filtered one starves the rows of
     rare tokens); reference: of the materialised loss, for comparison.
-    --optimizer forge-cce (04, the default): every matrix is updated inside backward, the classifier in
-    the loss itself, so that no gradient of a matrix is ever there; forge: the layers' matrices alone, embedding and
-    classifier by an ordinary AdamW; adamw: everything by that. --states says in what precision forged weights and
-    moments are kept. Clipping and --accum need the sum of all gradients first: there adamw is the default, and forge
-    keeps what the gradients are products of, while that is smaller.
+    --optimizer forge-cce (04, the default): with --clip 0 every matrix is updated inside backward, the classifier in
+    the loss itself, so that no gradient of a matrix is ever there. Clipping (the default: a batch of odd text can have
+    a gradient a hundred times as long as its neighbours') and --accum need the norm or the sum of all gradients first:
+    then what the gradients are products of is kept, while that is smaller, else they are. forge: the layers' matrices
+    alone, embedding and classifier by an ordinary AdamW; adamw: everything by that. --states says in what precision
+    forged weights and moments are kept.
     --sync diloco (06, the default of several processes): each is a worker that trains alone for --inner-steps steps and
     then sends how far it came; no gradient is ever summed, so forge works. The other methods of 06 send less, or later,
     or to fewer. Validation, sample and checkpointed model are the weights that the workers agree on; a step's loss is
@@ -97,6 +98,7 @@ SHORT_OUTER["gossip"] = SHORT_OUTER["diloco"]
 BETAS, WEIGHT_DECAY, MIN_LR = (0.9, 0.95), 0.1, 0.1  # AdamW; the cosine ends at a tenth of the peak rate
 BALANCE, BIAS_RATE = 3e-2, 3e-3  # of experts: the loss's coefficient, a bias's step; large ones, for short runs
 WARMUP = 50  # steps, also in short runs: AdamW's second moment averages 20, and a full rate before that makes it spike
+SKIPS = 5  # steps that --on-nan skip leaves out in a row before it gives up
 KEEP = 2  # checkpoints on disk: if the newest is damaged, the one before it is tried
 
 
@@ -417,13 +419,29 @@ def share(count, world, accum, micro):
     return range(start, start + size)
 
 
-def micro_batch(data, step, micro, world, args, device):
-    """Inputs and targets (B, T) of one micro-batch of this worker, on the device."""
-    order = data.train.shuffled(step * args.batch, args.batch, args.seed)
-    x, y = data.train.windows([order[i] for i in share(args.batch, world, args.accum, micro)])
-    if device.type == "cuda":
-        x, y = x.pin_memory(), y.pin_memory()
-    return x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+class Feed:
+    """Micro-batches of this process, in order. The next one is read from the disk and sent while the device still has
+    the backward pass of this one to do."""
+
+    def __init__(self, data, world, args, device):
+        self.data, self.world, self.args, self.device, self.ready = data, world, args, device, {}
+
+    def read(self, step, micro):
+        """Inputs and targets (B, T), on the device."""
+        order = self.data.train.shuffled(step * self.args.batch, self.args.batch, self.args.seed)
+        x, y = self.data.train.windows([order[i] for i in share(self.args.batch, self.world, self.args.accum, micro)])
+        if self.device.type == "cuda":
+            x, y = x.pin_memory(), y.pin_memory()
+        return x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True)
+
+    def take(self, step, micro):
+        return self.ready.pop((step, micro), None) or self.read(step, micro)
+
+    def prepare(self, step, micro):
+        """What comes after this micro-batch; not after the last step."""
+        following = (step, micro + 1) if micro + 1 < self.args.accum else (step + 1, 0)
+        if following[0] < self.args.steps:
+            self.ready = {following: self.read(*following)}
 
 
 def allocated(device):
@@ -431,7 +449,7 @@ def allocated(device):
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else math.nan
 
 
-def accumulate_gradients(model, data, step, world, args, device, stats, alive):
+def accumulate_gradients(model, feed, step, world, args, device, stats, alive):
     """Fill .grad with the gradient of the mean loss over the step's tokens, summed over micro-batches and, with --sync
     ddp, processes; otherwise the tokens are those of this process.
 
@@ -441,7 +459,7 @@ def accumulate_gradients(model, data, step, world, args, device, stats, alive):
     alive["before"], total = allocated(device), torch.zeros((), device=device)
     tokens = args.batch * args.seq // (1 if args.sync == "ddp" else world.workers)
     for micro in range(args.accum):
-        x, y = micro_batch(data, step, micro, world, args, device)
+        x, y = feed.take(step, micro)
         offload = parallel.Offload(model, world.scratch) if args.offload else None
         with offload or contextlib.nullcontext():
             loss = loss_sum(model, x, y, args, stats) / tokens
@@ -453,6 +471,7 @@ def accumulate_gradients(model, data, step, world, args, device, stats, alive):
         del loss
         if offload:
             offload.close()
+        feed.prepare(step, micro)
     alive["backward"] = allocated(device)
     if args.sync == "ddp":
         all_reduce_gradients(model, world)
@@ -470,6 +489,24 @@ def all_reduce_gradients(model, world):
 def spread(p):
     """Whether this process has a part of the parameter only: an equal one of its dimension p.cut."""
     return hasattr(p, "cut")
+
+
+class Reading:
+    """Numbers on their way from the device: who asks for them waits until they are there, but not for the work that was
+    given to the device after them."""
+
+    def __init__(self, *values):
+        values = torch.stack([value.detach().double().view(()) for value in values])
+        self.numbers, self.event = values, None
+        if values.is_cuda:
+            self.numbers = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self.numbers.copy_(values, non_blocking=True)
+            self.event = torch.cuda.current_stream().record_event()
+
+    def get(self):
+        if self.event:
+            self.event.synchronize()
+        return self.numbers.tolist()
 
 
 RULE = forging.AdamW(BETAS, 1e-8, WEIGHT_DECAY)
@@ -495,6 +532,7 @@ class Optimizer:
         groups = [dict(params=matrices, weight_decay=WEIGHT_DECAY), dict(params=others, weight_decay=0.0)]
         self.ordinary = torch.optim.AdamW(groups, lr=args.lr, betas=BETAS, fused=True)  # one kernel, no temporaries
         self.clip, self.waits, self.device = args.clip, waits(args), next(model.parameters()).device
+        self.skips = args.on_nan == "skip"
 
     def begin(self, step, lr):
         """What the backward passes that follow belong to: step 1, 2, ..."""
@@ -506,30 +544,33 @@ class Optimizer:
         elif self.forged:
             self.forged.arm(lr, step)
 
-    def finish(self):
-        """The rest of the step, after all gradients; returns their norm, a tensor. Forged steps that waited are not
-        taken, nor any other, if the norm (without --clip: a factor or a gradient) is not finite."""
-        taken = not self.waits or self.forged.release(*self.at, self.clip, self.parameters)
-        if self.waits and self.clip:
-            norm = torch.tensor(self.forged.clipped_norm)
-        else:
-            norm = self.clip_gradients()
-            if self.forged:  # a step that one process did not take is of no use to any that has another part
-                forged = self.forged.telemetry().gradient_norm * (1 if taken else math.nan)
-                norm = torch.stack((self.over_parts(forged.norm()), norm.double())).norm()
-        if taken:
+    def finish(self, *values):
+        """The rest of the step, after all gradients. Returns a Reading of `values`, tensors of one number, and of the
+        gradients' norm, which is on its way before the weights are written, where it is known by then. With --on-nan
+        skip, whose look at the norm has to be waited for, nothing is written if it is not finite."""
+        norm = self.norm()
+        reading = Reading(*values, norm)
+        if not self.skips or math.isfinite(reading.get()[-1]):
+            if self.waits:
+                self.forged.release(*self.at, self.clip, self.parameters, norm)
+            else:  # forged steps were taken in backward
+                torch.nn.utils.clip_grads_with_norm_(self.parameters, self.clip or math.inf, norm)
             self.ordinary.step()
+        elif self.waits:
+            self.forged.disarm()
         self.ordinary.zero_grad(set_to_none=True)
-        return norm
+        return reading
 
-    def clip_gradients(self):
-        """Clip all ordinary gradients by the norm of the whole model's, which is returned: each part counts once."""
-        there = [p for p in self.parameters if p.grad is not None]
-        own, common = (torch.nn.utils.get_total_norm([p.grad for p in there if spread(p) == wanted]).to(self.device)
-                       for wanted in (True, False))
-        norm = (common**2 + self.over_parts(own) ** 2).sqrt() if self.group else common
-        torch.nn.utils.clip_grads_with_norm_(self.parameters, self.clip or math.inf, norm)
-        return norm
+    def norm(self):
+        """Of the whole model's gradient, fp64: what is spread counts with its other parts, all else once."""
+        own, common = (
+            torch.nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None and spread(p) == wanted])
+            .to(self.device, torch.float64) for wanted in (True, False)
+        )
+        if self.forged:  # where anything is spread, all of these are
+            forged = self.forged.norm() if self.waits else self.forged.telemetry().gradient_norm.norm()
+            own = torch.stack((own, forged)).norm()
+        return torch.stack((self.over_parts(own), common)).norm()
 
     def over_parts(self, norm):
         """The norm of what is spread over the group, of which this process's part has this one."""
@@ -704,13 +745,16 @@ def predict_memory(config, batch, accum, args, device, processes=1):
             beyond = filtering.sparse_bytes(N, V, D, dtype, places, sink=both)
         beyond = max(beyond, plan.beyond)
         results = dtype.itemsize * (N + (0 if both else V)) * D
-        copies = 2 * (N + (V if weight == 4 or not both else 0)) * D if autocast else 0  # E, C in bf16
+        copied = (0 if args.compile else N) + (V if weight == 4 or not both else 0)  # rows of E, C in bf16
+        copies = 2 * copied * D if autocast else 0
         loss = results + beyond + copies
     parts = dict(parameters=4 * others + weight * forged, gradients=4 * others + layer)
     parts |= dict(optimizer=8 * others + state * forged)
     # Autocast keeps a 16-bit copy of each weight from forward to backward; of a forged one it is made twice instead.
     remade = 2 * 12 * config.layers * D**2 // tp if autocast and args.optimizer != "adamw" else 0
     activations = base.activation_bytes(config, N, autocast, fused_norm=cuda) - remade
+    if args.compile and not args.recompute:
+        activations -= parallel.lean_saving(config, N, dtype.itemsize, args.moe, tp)
     if tp > 1:  # 14 of a layer's 18 tensors are cut (05), and the copies of matrices
         inside = config.layers * (14 * (2 if autocast else 4) * N * D + (2 * 12 * D**2 if autocast else 0))
         activations -= inside * (tp - 1) // tp
@@ -718,7 +762,7 @@ def predict_memory(config, batch, accum, args, device, processes=1):
         activations += mixture.activation_change(config, N, autocast) + (2 * 8 * config.layers * D**2 if remade else 0)
     # The last norm and E come after the layers. Recomputed, a layer keeps its input and is there whole once at a time;
     # offloaded, about a layer's tensors are on their way at any time.
-    last = N * D * 4 * (2 if cuda else 3)
+    last = N * D * (4 + (dtype.itemsize if args.compile else 4 if cuda else 8))
     layer_kept, again = (activations - last) // config.layers, 0
     if args.recompute:
         activations, again = 4 * N * D * config.layers + last, layer_kept
@@ -1060,6 +1104,8 @@ def run(args):
         args.batch = fitting_batch(config, world, args, device)
     check_batch(args)
     origins, model.group = parallel.tensor_parallel(model, world.tp), world.tp
+    if args.compile:
+        parallel.lean(model, remake=not args.recompute)
     if args.recompute:
         parallel.recompute(model)
     method = sync_method(args)
@@ -1136,24 +1182,32 @@ def train(model, optimizer, data, config, world, args, device, start, stop):
             saved = step
             world.barrier()
 
-    alive = {}  # bytes at some points of the last step
+    alive, feed = {}, Feed(data, world, args, device)  # bytes at some points of the last step
     if start == 0 and not args.dry_run:
         validation(0)
     if start >= args.steps:
         log.say(f"nothing to do: {args.out} is at step {start} of {args.steps}: raise --steps to go on")
-    step, wrong, announced = start, None, False
+    step, wrong, announced, skipped, most = start, None, False, 0, SKIPS if args.on_nan == "skip" else 0
     while step < args.steps:
         began = time.perf_counter()
         lr = learning_rate(step, args)
         optimizer.begin(step + 1, lr)
         before = stats.calls, stats.sparse
-        loss = accumulate_gradients(model, data, step, world, args, device, stats, alive)
-        norm = optimizer.finish()
-        uneven = world.balance.step().max() if world.balance else torch.tensor(0.0)  # the worst layer's
+        loss = accumulate_gradients(model, feed, step, world, args, device, stats, alive)
         done, sync = step + 1, world.sync
+        loss = loss.double()
+        values = torch.stack((loss, torch.full_like(loss, stop.number)))  # a fill: a copy from here would wait
+        if not sync:
+            world.sum(values)  # the loss over all processes, and whether any of them was told to stop
+        reading = optimizer.finish(*values)
+        uneven = world.balance.step().max() if world.balance else torch.tensor(0.0)  # the worst layer's
+        loss, stopped, norm = reading.get()  # the step's one wait, but for experts' exchanges
+        bad = not (math.isfinite(loss) and math.isfinite(norm))
+        skipped = skipped + 1 if bad else 0
+        if bad and skipped <= most:
+            log.say(f"step {step + 1}: loss {loss}, gradient norm {norm}: skipped")
         if sync:  # nothing is asked of the others between rounds; a round tells all of them who wants to stop
-            loss, norm = torch.stack((loss.double(), norm.double())).tolist()
-            if not (math.isfinite(loss) and math.isfinite(norm)):
+            if bad and skipped > most:
                 wrong = wrong or f"loss {loss}, gradient norm {norm}"
                 sync.surrender(wrong)
             if stop.number and not announced:
@@ -1170,11 +1224,8 @@ def train(model, optimizer, data, config, world, args, device, start, stop):
                 return diverged(done, sync.notes["halt"])
             stopped = int(sync.notes.get("stop", 0))
         else:
-            totals = torch.stack((loss.double(), torch.tensor(float(stop.number), dtype=torch.float64, device=device)))
-            world.sum(totals)  # the loss over all processes, and whether any of them was told to stop
-            (loss, stopped), norm = totals.tolist(), norm.item()  # the step's one wait, but for experts' exchanges
             loss /= world.size if args.sync == "none" else args.tp  # with ddp workers' losses are parts of a sum
-            if not (math.isfinite(loss) and math.isfinite(norm)):
+            if bad and skipped > most:
                 return diverged(done, f"loss {loss}, gradient norm {norm}")
         spent, since = spent + time.perf_counter() - began, since + 1
         tok_s = since * args.batch * args.seq / spent
@@ -1194,7 +1245,7 @@ def train(model, optimizer, data, config, world, args, device, start, stop):
             f"eta {eta // 60}:{eta % 60:02d}",
             done, final=done == args.steps,
         )
-        if not wrong:  # NaN is no JSON
+        if not (wrong or bad):  # NaN is no JSON
             log.row(step=done, loss=loss, bpb=per_byte(loss), lr=lr, grad_norm=norm, tok_s=tok_s, mfu=mfu,
                 peak_mib=None if math.isnan(peak) else peak, seconds=time.perf_counter() - began, sparse=sparse,
                 why=stats.reason if args.loss in DECIDING else None, sent=sync and sync.bytes_sent,
@@ -1350,7 +1401,9 @@ def make_parser():
     add("--ep-policy", choices=list(mixture.POLICIES),
         help="of experts spread over processes, with --sync ddp: fixed places, or least loaded (ep)")
     add("--states", choices=list(forging.LAYOUTS), help="of forged weights: fp32; bf16 with fp32 master; bf16; int8")
-    add("--clip", type=float, help="largest gradient norm; 0: do not clip (1.0 with adamw, 0 otherwise)")
+    add("--clip", type=float, help="largest gradient norm (1.0); 0: do not clip, and forged steps inside backward")
+    add("--on-nan", choices=("stop", "skip"), default="stop",
+        help=f"of a loss or gradient that is not finite: end the run (stop), or leave out up to {SKIPS} steps in a row")
     add("--dtype", choices=("bf16", "fp32"), help="of the matrix products (bf16 where the GPU has it, else fp32)")
     add("--loss", choices=list(LOSSES),
         help="gradient of the loss: sparse while that is close, else exact; exact; dE filtered; sparse; through logits")
@@ -1368,6 +1421,8 @@ def make_parser():
     add("--plan", type=float, metavar="LINK",
         help="print how --gpus GPUs, present or not, would best train this, LINK Gbit/s a GPU between hosts (05, 06)")
     add("--seed", type=int, default=0, help="of weights, order of data and sample (0)")
+    add("--compile", action=argparse.BooleanOptionalAction,
+        help="one kernel each for what lies between matrices, and less kept for backward (on GPUs with Triton)")
     add("--deterministic", action="store_true", help="bitwise repeatable on a GPU, slower")
     add("--out", default="out", help="directory of checkpoints (out)")
     add("--resume", action="store_true", help="go on from the newest whole checkpoint in --out")
@@ -1451,9 +1506,14 @@ def parse(argv):
     args.sync = choose_sync(args, workers, record if args.resume else None)
     args.outer = choose_outer(args, args.resume and record["flags"]["sync"] in low_comm.METHODS)
     args.optimizer, args.why_optimizer = choose_optimizer(args, workers)
-    args.clip = (1.0 if args.optimizer == "adamw" else 0.0) if args.clip is None else args.clip
+    args.clip = 1.0 if args.clip is None else args.clip
+    if args.on_nan == "skip" and args.optimizer != "adamw" and not waits(args):
+        raise ValueError(f"--on-nan skip --optimizer {args.optimizer} --clip 0: steps are taken before the whole gradient "
+                         "is known: use --clip 1, or --on-nan stop")
     args.states = args.states or "fp32"
     choose_experts(args, processes)
+    if args.compile is None:
+        args.compile = args.device == "cuda" and base.HAS_TRITON and not base.INTERPRETED
     for name in ("steps", "save_every", "eval_every", "clip", "lr", "temperature", "sample_tokens", "seed"):
         if not 0 <= getattr(args, name) < 2**63:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}: must not be negative (nor past 2^63)")
@@ -1516,9 +1576,6 @@ def choose_optimizer(args, workers):
     if summed and forging_asked:
         raise ValueError(f"{asked} with --sync ddp, which sums gradients that forge never makes: use --sync diloco"
                          + (", or --optimizer adamw" if args.optimizer else ", or drop --states"))
-    if forging_asked and args.tp > 1 and args.clip:
-        raise ValueError(f"{asked} with --tp {args.tp} --clip {args.clip}: forge would clip each process's part by its "
-                         "own norm: use --optimizer adamw, or --clip 0")
     if args.optimizer == "forge-cce" and args.loss not in FORGED:
         raise ValueError(f"--optimizer forge-cce with --loss {args.loss}: it takes {', '.join(FORGED)}: use forge")
     if args.optimizer:
@@ -1526,11 +1583,10 @@ def choose_optimizer(args, workers):
     name = "forge-cce" if args.loss in FORGED else "forge"
     if forging_asked:
         return name, f"for {asked}"
-    for needs, reason in ((summed, "--sync ddp"), (args.accum > 1, f"--accum {args.accum}"),
-                          (args.clip, f"--clip {args.clip}")):
+    for needs, reason in ((summed, "--sync ddp"), (args.accum > 1, f"--accum {args.accum}")):
         if needs:
             return "adamw", f"{reason}, which needs the sum of all gradients first"
-    return name, "no sum of gradients, no clipping, no accumulation"
+    return name, "no sum of gradients over processes or micro-batches"
 
 
 def choose_sync(args, workers, record):
