@@ -635,8 +635,12 @@ class Optimizer:
 
 
 def collected(tensor, p, group):
-    """All of a tensor like p, of which each process of the group has a part."""
-    return parallel.gather(tensor.detach(), group, p.cut) if spread(p) else tensor
+    """All of a tensor like p, of which each process of the group has a part: on the host (devices may lack the room for
+    whole models) of the first process."""
+    if not spread(p):
+        return tensor
+    whole = parallel.gather(tensor.detach(), group, p.cut)
+    return whole.cpu() if parallel.rank_in(group) == 0 else tensor
 
 
 def own_part(tensor, p, group):
@@ -695,8 +699,8 @@ def generate(model, prompt, args, device):
         x = torch.tensor([ids[-model.config.seq :]], device=device)  # (1, T)
         with torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bf16"):
             E = model(x)[0, -1]  # (D,)
-            logits = E @ model.classifier.T.to(E.dtype)  # (V,)
-        logits = collected(logits, model.classifier, getattr(model, "group", None)).float().cpu()
+            logits = E @ model.classifier.T.to(E.dtype)  # (V,), or of this process's classes
+            logits = parallel.gather(logits, getattr(model, "group", None), 0).float().cpu()
         best, index = (logits / max(args.temperature, 1e-6)).topk(min(args.sample_top, len(logits)))
         ids.append(index[torch.multinomial(best.softmax(0), 1, generator=generator)].item())
     return ids
@@ -857,13 +861,16 @@ def save_checkpoint(out, step, model, optimizer, args, data, world):
     model in the first is the whole, synchronised one. The JSON has checksums of all. Otherwise there is one state, of
     which nothing depends on the number of processes."""
     name, members = Path(out) / f"step_{step:08d}", world.members
-    state = dict(optimizer=optimizer.state_dict(whole=not world.sync))
+    needed = world.worker == members[0] or args.ep_policy  # the whole model is in one worker; or in all, with experts
+    if not (needed or world.sync):
+        return
+    state = dict(optimizer=optimizer.state_dict(whole=not world.sync), model={})
     with synchronised(world):
         own = dict(model.named_parameters())
-        whole = {key: collected(t, own.get(key), world.parts) for key, t in model.state_dict().items()}
-        if world.sync:
-            whole = {k: v.clone() for k, v in whole.items()} if world.main else {}
-    state["model"] = whole
+        for key, tensor in model.state_dict().items() if needed else ():
+            state["model"][key] = collected(tensor, own.get(key), world.parts)
+            if world.sync:  # which is about to change
+                state["model"][key] = state["model"][key].clone() if world.main else None
     if not (world.main or world.sync):
         return
     if world.main:
