@@ -593,9 +593,12 @@ class Optimizer:
 
     def norm(self):
         """Of the whole model's gradient, fp64: what is spread counts with its other parts, all else once."""
-        there = [p for p in self.parameters if p.grad is not None]
-        own, common = (torch.nn.utils.get_total_norm([p.grad for p in there if spread(p) == wanted])
-                       .to(self.device, torch.float64) for wanted in (True, False))
+        zero = torch.zeros((), device=self.device)  # torch's norm of nothing is on the CPU: its copy would wait
+        own, common = [zero], [zero]
+        for p in self.parameters:
+            if p.grad is not None:
+                (own if spread(p) else common).append(p.grad)
+        own, common = (torch.nn.utils.get_total_norm(gradients).double() for gradients in (own, common))
         if self.forged:  # where anything is spread, all of these are
             forged = self.forged.norm() if self.waits else self.forged.telemetry().gradient_norm.norm()
             own = torch.stack((own, forged)).norm()
