@@ -752,14 +752,27 @@ def replace_atomically(path, data):
         os.close(folder)
 
 
-def publish(stage, text, command, device, path):
-    """Put `text` between the markers <!-- stage --> and <!-- /stage --> of the file `path`, with its provenance."""
+def chosen_lines(text, headlines, about=""):
+    """The lines of `text` that begin with one of `headlines`, in their order. headlines: {word: (beginning, ...)}. A
+    beginning that no line has is a ValueError, so that it cannot go stale; but those of a word that is neither in
+    `about` nor in the text (a GPU, a flag) may be missing. The word "" is everywhere."""
+    lines, wanted = text.splitlines(), [start for starts in headlines.values() for start in starts]
+    for word, starts in headlines.items():
+        missing = [start for start in starts if not any(line.startswith(start) for line in lines)]
+        if missing and word in about + text:
+            raise ValueError(f"HEADLINES: no line begins with {missing[0]!r}: name one that is printed")
+    return "\n".join(line for line in lines if line.startswith(tuple(wanted)))
+
+
+def publish(stage, text, command, device, path, headlines):
+    """Put the chosen lines of `text` between <!-- stage --> and <!-- /stage --> in the file `path`, with provenance."""
     page = Path(path).read_text(encoding="utf-8")
     before, begin, rest = page.partition(f"<!-- {stage} -->")
     _, end, after = rest.partition(f"<!-- /{stage} -->")
     if not (begin and end):
         raise ValueError(f"{path} has no lines '<!-- {stage} -->' and '<!-- /{stage} -->': add them where results go")
-    block = f"\n`{command}`, {datetime.date.today()}, {describe_device(device)}\n\n```text\n{text.strip()}\n```\n"
+    about = f"`{command}`, {datetime.date.today()}, {describe_device(device)}"
+    block = f"\n{about}\n\n```text\n{chosen_lines(text, headlines, about)}\n```\n"
     replace_atomically(path, (before + begin + block + end + after).encode())
 
 
@@ -778,18 +791,22 @@ def run_break(namespace, name):
     return 0
 
 
+def stage_parser(doc, namespace, add_arguments=None):
+    parser = argparse.ArgumentParser(description=doc.strip().splitlines()[0])
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument("--break", dest="bug", choices=list(namespace["BREAKS"]), help="plant this bug: exit status 1")
+    either.add_argument("--readme", nargs="?", const="README.md", metavar="FILE", help="write the main lines into FILE")
+    if add_arguments:
+        add_arguments(parser)
+    return parser
+
+
 def run_stage(file, doc, namespace, body, following, add_arguments=None):
     """The command line of a stage: --break, --readme, and body(device, ledger, args); returns the exit status.
 
     0 when every check and claim holds, 1 when one fails (or a planted bug is caught), 2 for bad input."""
     stage = Path(file).stem
-    parser = argparse.ArgumentParser(description=doc.strip().splitlines()[0])
-    either = parser.add_mutually_exclusive_group()
-    either.add_argument("--break", dest="bug", choices=list(namespace["BREAKS"]), help="plant this bug: exit status 1")
-    either.add_argument("--readme", nargs="?", const="README.md", metavar="FILE", help="write the results into FILE")
-    if add_arguments:
-        add_arguments(parser)
-    args = parser.parse_args()
+    args = stage_parser(doc, namespace, add_arguments).parse_args()
     if args.bug:
         return run_break(namespace, args.bug)
     device, ledger, output = default_device(), Ledger(), _Tee()
@@ -800,7 +817,8 @@ def run_stage(file, doc, namespace, body, following, add_arguments=None):
             body(device, ledger, args)
         if args.readme and ledger.ok:
             options = [a for a in sys.argv[1:] if a not in ("--readme", args.readme)]
-            publish(stage, output.getvalue(), " ".join(["python", Path(file).name, *options]), device, args.readme)
+            command = " ".join(["python", Path(file).name, *options])
+            publish(stage, output.getvalue(), command, device, args.readme, namespace["HEADLINES"])
     except AssertionError as error:
         print(f"CHECK FAILED: {error}")
         return 1
@@ -1024,6 +1042,15 @@ def measure_step(device, ledger, config, batch):
 
 CHECKS = [check_reference, check_shift, check_extreme_logits, check_all_ignored, check_chunked, check_table]
 CHECKS += [check_model]
+
+
+HEADLINES = {  # what README shows of a run: the lines that begin so (chosen_lines)
+    "": (
+        "tokens a batch on 16 GPUs", "  GPT-2", "  Gemma 2 2B", "  Llama 3 8B", "ladder: ", "materialised: peak",
+        "  ignored dropped first: peak", "  in 8 chunks: peak", "one training step: ", "  optimizer", "  activations",
+        "  logits", "whole step: peak",
+    ),
+}
 
 
 def body(device, ledger, args):

@@ -1539,6 +1539,14 @@ def measure(device, ledger, N, V, D):
                band=(0, 0.9) if N * V > 4 * CPU_BLOCK else None)  # smaller logits are a block or two
 
 
+HEADLINES = {  # what README shows of a run: 01's chosen_lines
+    "": (
+        "N = ", f"{'':<28}loss ms", "materialised (01)", "torch.compile", "v1 ", "v2 ", "v3 ", "v4 over tokens  ",
+    ),
+    "NVIDIA": ("v4 over vocabulary  ", "one matrix pass"),
+}
+
+
 def body(device, ledger, args):
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         check_equal(70, 203, 72, dtype, device)

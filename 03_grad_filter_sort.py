@@ -1972,6 +1972,15 @@ def measure(device, ledger, E, C, x, name, only=None):
     print()
 
 
+HEADLINES = {  # what README shows of a run: 01's chosen_lines
+    "": (
+        "  gradient ", "  exact ", "  element, both", "  mass, both", "that model: ", f"{'':<31}kept", "exact (02)",
+        "mass 2^-11  ", "sparse  ",
+    ),
+    "NVIDIA": ("data with a Zipf law (02): ", "the same, with topics: "),
+}
+
+
 def body(device, ledger, args):
     if args.shape and min(args.shape) < 1:
         raise ValueError(f"--shape {args.shape}: N, V and D must be at least 1")

@@ -2999,6 +2999,16 @@ CHECKS += [check_telemetry, check_resume, check_misuse, check_memory, check_clas
 CHECKS += [check_slices, check_embedding, check_stash, check_factors, check_release, check_classifier_memory]
 
 
+HEADLINES = {  # what README shows of a run: 01's chosen_lines
+    "": ("claim ", "GPT, fp32, AdamW(fused)", "GPT, fp32, forge", "GPT, int8, forge"),
+    "NVIDIA": (
+        "a classifier's step", "layout  gradient", "master  exact", "master  sparse", "int8    exact", "int8    sparse",
+        "dW and step", f"{'':<9}M x K", "  4096 x 4096    1024 master", "  4096 x 4096    1024 bf16",
+        "   768 x 3072    1024 master",
+    ),
+}
+
+
 def body(device, ledger, args):
     compiled = device.type == "cuda" and HAS_TRITON
     checks = [*CHECKS, check_graph] if compiled else CHECKS

@@ -2621,6 +2621,15 @@ def study(seeds=range(3), scale=1.0):
         print(f"  {text_:<54} {aim:>8} {found:>8.4f} {'yes' if good else 'NO'}")
 
 
+HEADLINES = {  # what README shows of a run: 01's chosen_lines
+    "": (
+        "M = 2, ", "  ddp ", "  diloco ", "  streaming  ", "  noloco ", "  co2 ", "  sparseloco ", "Gbit/s for",
+        "  + 4 bit", "claim ", "utilisation", "killed worker",
+    ),
+    "NVIDIA": ("128 Mi weights", "  e3m0: phi", "  outer step"),
+}
+
+
 def body(device, ledger, args):
     if args.study:
         return study(scale=args.scale)

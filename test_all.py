@@ -148,12 +148,17 @@ def test_ledger_fails_outside_its_band(capsys):
 def test_publish_replaces_only_its_block(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- stage -->old<!-- /stage -->\nafter\n")
-    base.publish("stage", "new rows", "python stage.py", "cpu", page)
+    heads = {"": ("new ",), "--long": ("rare ",)}
+    base.publish("stage", "title\nnew rows\na newer row\nnew ones", "python stage.py", "cpu", page, heads)
     text = page.read_text()
     assert text.startswith("before\n<!-- stage -->\n`python stage.py`") and text.endswith("<!-- /stage -->\nafter\n")
-    assert "new rows" in text and "old" not in text and list(tmp_path.iterdir()) == [page]
+    assert "```text\nnew rows\nnew ones\n```" in text and "old" not in text and list(tmp_path.iterdir()) == [page]
     with pytest.raises(ValueError, match="<!-- other -->"):
-        base.publish("other", "rows", "python other.py", "cpu", page)
+        base.publish("other", "new rows", "python other.py", "cpu", page, heads)
+    for output, command in (("rows", "python stage.py"), ("new rows", "python stage.py --long")):
+        with pytest.raises(ValueError, match="no line begins with"):
+            base.publish("stage", output, command, "cpu", page, heads)
+    assert page.read_text() == text
 
 
 # ==== 02: cut cross-entropy against the reference =====================================================================
@@ -2085,3 +2090,4 @@ def test_stage_runs(stage, stage_runs):
     assert all(claim.rstrip().endswith(": time") for claim in missed), result.stdout + result.stderr
     assert result.returncode == bool(missed), result.stdout + result.stderr
     assert ("next: python" in result.stdout) != bool(missed)
+    base.chosen_lines(result.stdout, {"": STAGES[stage].HEADLINES[""]})  # raises if one is not printed
