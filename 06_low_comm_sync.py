@@ -24,7 +24,7 @@ What you will see
 How to launch
     python 06_low_comm_sync.py                        checks, then five methods over two processes; under a minute
     python 06_low_comm_sync.py --all                  every method, M = 2 and 8, in one process (minutes)
-    python 06_low_comm_sync.py --study                the table of README: seeds, M = 8, ablations (an hour of one core)
+    python 06_low_comm_sync.py --study                seeds, M = 8, ablations (an hour of one core)
     python 06_low_comm_sync.py --break heavy-ball     plant a famous bug and watch its check fail (exit status 1)
 
 References ("our reading": only the abstract was available to us, the formula is ours)
@@ -2314,7 +2314,7 @@ def check_votes(timeout=1.0):
         worker = object.__new__(Dist)  # without a process group: nothing is sent
         worker.store = dist.TCPStore("127.0.0.1", server.port, is_master=False)
         worker.prefix, worker.members, worker.timeout = f"{name}/", (0, 1, 2), timeout
-        worker.epoch, worker.jobs, worker.handled = 0, 0, 0
+        worker.epoch, worker.jobs, worker.handled, worker.group = 0, 0, 0, None
         if rank == 1:
             worker.store.set(f"{worker.prefix}stop", "15")
         return worker.vote(good)
@@ -2584,7 +2584,7 @@ def study_cell(cell):
 
 
 def study(seeds=range(3), scale=1.0):
-    """README's table: every cell of STUDY for every seed, side by side on all cores. scale: of the number of steps."""
+    """The table of --study: every cell of STUDY for every seed, side by side on all cores. scale: of the number of steps."""
     rows = [(*row[:3], max(2 * row[4], int(row[3] * scale)), *row[4:]) for row in STUDY]
     cells = [(row, seed) for row in rows for seed in seeds]
     with concurrent.futures.ProcessPoolExecutor(mp_context=torch.multiprocessing.get_context("spawn")) as pool:
