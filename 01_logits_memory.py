@@ -772,7 +772,7 @@ def publish(stage, text, command, device, path, headlines):
     if not (begin and end):
         raise ValueError(f"{path} has no lines '<!-- {stage} -->' and '<!-- /{stage} -->': add them where results go")
     about = f"`{command}`, {datetime.date.today()}, {describe_device(device)}"
-    block = f"\n{about}\n\n```text\n{chosen_lines(text, headlines, about)}\n```\n"
+    block = f"\n{about}\n```text\n{chosen_lines(text, headlines, about)}\n```\n"
     replace_atomically(path, (before + begin + block + end + after).encode())
 
 

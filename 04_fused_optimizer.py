@@ -3000,9 +3000,10 @@ CHECKS += [check_slices, check_embedding, check_stash, check_factors, check_rele
 
 
 HEADLINES = {  # what README shows of a run: 01's chosen_lines
-    "": ("claim ", "GPT, fp32, AdamW(fused)", "GPT, fp32, forge", "GPT, int8, forge"),
+    "": ("claim ", "AdamW(fused): beyond", "v1, hook: beyond"),
     "NVIDIA": (
-        "a classifier's step", "layout  gradient", "master  exact", "master  sparse", "int8    exact", "int8    sparse",
+        "GPT, fp32, AdamW(fused)", "GPT, fp32, forge", "GPT, int8, forge",
+        "a classifier's step", "layout  gradient", "master  exact", "master  sparse",
         "dW and step", f"{'':<9}M x K", "  4096 x 4096    1024 master", "  4096 x 4096    1024 bf16",
         "   768 x 3072    1024 master",
     ),

@@ -2584,7 +2584,7 @@ def study_cell(cell):
 
 
 def study(seeds=range(3), scale=1.0):
-    """The table of --study: every cell of STUDY for every seed, side by side on all cores. scale: of the number of steps."""
+    """Every cell of STUDY for every seed, side by side on all cores, as a table. scale: of the number of steps."""
     rows = [(*row[:3], max(2 * row[4], int(row[3] * scale)), *row[4:]) for row in STUDY]
     cells = [(row, seed) for row in rows for seed in seeds]
     with concurrent.futures.ProcessPoolExecutor(mp_context=torch.multiprocessing.get_context("spawn")) as pool:
@@ -2623,10 +2623,9 @@ def study(seeds=range(3), scale=1.0):
 
 HEADLINES = {  # what README shows of a run: 01's chosen_lines
     "": (
-        "M = 2, ", "  ddp ", "  diloco ", "  streaming  ", "  noloco ", "  co2 ", "  sparseloco ", "Gbit/s for",
-        "  + 4 bit", "claim ", "utilisation", "killed worker",
+        "M = 2, ", "  ddp ", "  diloco ", f"  streaming{'':<21}", "  noloco ", "  co2 ", "  sparseloco ", "claim ",
+        "utilisation", "killed worker",
     ),
-    "NVIDIA": ("128 Mi weights", "  e3m0: phi", "  outer step"),
 }
 
 

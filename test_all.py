@@ -16,6 +16,8 @@ import json
 import math
 import os
 import random
+import re
+import shlex
 import shutil
 import signal
 import socket
@@ -152,13 +154,109 @@ def test_publish_replaces_only_its_block(tmp_path):
     base.publish("stage", "title\nnew rows\na newer row\nnew ones", "python stage.py", "cpu", page, heads)
     text = page.read_text()
     assert text.startswith("before\n<!-- stage -->\n`python stage.py`") and text.endswith("<!-- /stage -->\nafter\n")
-    assert "```text\nnew rows\nnew ones\n```" in text and "old" not in text and list(tmp_path.iterdir()) == [page]
+    assert "\n```text\nnew rows\nnew ones\n```\n<!-- /stage" in text and "old" not in text
+    assert list(tmp_path.iterdir()) == [page]
     with pytest.raises(ValueError, match="<!-- other -->"):
         base.publish("other", "new rows", "python other.py", "cpu", page, heads)
     for output, command in (("rows", "python stage.py"), ("new rows", "python stage.py --long")):
         with pytest.raises(ValueError, match="no line begins with"):
             base.publish("stage", output, command, "cpu", page, heads)
     assert page.read_text() == text
+
+
+# ==== README: all that it names exists, and its blocks are what the scripts would write ===============================
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PARSERS = {f"{stage}.py": base.stage_parser(module.__doc__, vars(module), getattr(module, "add_arguments", None))
+           for stage, module in STAGES.items()}
+PARSERS["train.py"] = train.make_parser()
+
+
+def flag_errors(words, scripts):
+    """The flags among these words that none of the scripts has, or not with the value that follows (a CAPITAL stands
+    for any)."""
+    for name, value in zip(words, [*words, "..."][1:], strict=True):
+        if name[:2] != "--":
+            continue
+        actions = [PARSERS[script]._option_string_actions.get(name) for script in scripts]
+        choices = [action.choices for action in actions if action]
+        if not choices:
+            yield f"{name}: no flag of {', '.join(scripts)}"
+        given = not (value[:2] == "--" or value.isupper() or value == "...")
+        if choices and given and all(some and value not in some for some in choices):
+            yield f"{name} {value}: no choice of {', '.join(scripts)}"
+
+
+def readme_errors(text):
+    """Every wrong command, flag, choice, file, block or length of a README."""
+    for stage, module in STAGES.items():
+        begin, end = f"<!-- {stage} -->\n", f"\n```\n<!-- /{stage} -->\n"
+        if (text.count(begin), text.count(end)) != (1, 1) or text.index(begin) > text.index(end):
+            yield f"{stage}: no block of results"
+            continue
+        about, _, rows = text.split(begin)[1].split(end)[0].partition("\n```text\n")
+        try:
+            if base.chosen_lines(rows, module.HEADLINES, about) != rows:
+                yield f"{stage}: its block has lines that HEADLINES does not name"
+        except ValueError as error:
+            yield f"{stage}: {error}"
+    if text.count("\n") > 400:
+        yield f"{text.count(chr(10))} lines, 400 at most"
+    flags = set(PARSERS["train.py"]._option_string_actions) - {"-h", "--help"}
+    for name in sorted(flags - set(re.findall("--[a-z][a-z-]*", text))):
+        yield f"{name}: a flag of train.py that is not mentioned"
+
+    typed = "".join(re.findall(r"^```bash\n(.*?)^```$", text, re.M | re.S)).splitlines()
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
+    inside = re.search(r"^## train.py\n(.*?)^## ", prose, re.M | re.S)
+    inside = inside[1] if inside else ""
+    for part, scripts in ((inside, ["train.py"]), (prose.replace(inside, ""), list(PARSERS))):
+        for code in [*re.findall("`([^`]+)`", part), *(typed if part is not inside else [])]:
+            words = shlex.split(code, comments=True)
+            for word in words:
+                if re.fullmatch(r"[\w./-]*\w\.(py|md|txt)|LICENSE", word) and not (ROOT / word).exists():
+                    yield f"{word}: no such file"
+            if words[:1] in (["python"], ["torchrun"]):
+                script = next((i for i, word in enumerate(words) if word in PARSERS), None)
+                if script is None:
+                    yield f"{code}: runs none of the scripts"
+                    continue
+                yield from flag_errors(words[script + 1 :], [words[script]])
+                if code in typed:
+                    try:
+                        PARSERS[words[script]].parse_args(words[script + 1 :])
+                    except SystemExit:
+                        yield f"{code}: bad input"
+            elif words[:1] not in (["pip"], ["apt"]):
+                yield from flag_errors(words, scripts)
+        for name, more in re.findall(r"`(--[a-z-]+) [^`]+`((?:, `[^`-][^`]*`)+)", part):
+            for value in re.findall("`([^`]+)`", more):
+                yield from flag_errors([name, value], scripts)
+
+
+def test_readme_names_what_exists():
+    assert not list(readme_errors(README))
+
+
+@pytest.mark.parametrize("old, new, error", [
+    ("", "`python train.py --gpu 2`", "--gpu: no flag of train.py"),
+    ("", "`torchrun --nproc-per-node 2 -- train.py --ranks 2`", "--ranks: no flag of train.py"),
+    ("", "`python 01_logits_memory.py --break nothing`", "--break nothing: no choice"),
+    ("", "`python 08_more.py`", "08_more.py: no such file"),
+    ("", "`pytest tests.py`", "tests.py: no such file"),
+    ("", "`--speed`", "--speed: no flag"),
+    ("", "`--loss cce`, `exactly`", "--loss exactly: no choice"),
+    ("```bash\n", "```bash\npython train.py --steps many\n", "bad input"),
+    ("--on-nan", "--on-none", "--on-nan: a flag of train.py that is not mentioned"),
+    ("## train.py\n", "## train.py\n`--readme`\n", "--readme: no flag of train.py"),
+    ("<!-- 03_grad_filter_sort -->", "", "03_grad_filter_sort: no block"),
+    ("materialised: peak ", "materialized: peak ", "no line begins with 'materialised: peak'"),
+    ("materialised: peak ", "a row by hand\nmaterialised: peak ", "01_logits_memory: its block has lines"),
+    ("", "\n" * 400, "lines, 400 at most"),
+])
+def test_twin_of_the_readme(old, new, error):
+    wrong = README.replace(old, new, 1) if old else README + new
+    assert wrong != README and any(error in found for found in readme_errors(wrong)), list(readme_errors(wrong))
 
 
 # ==== 02: cut cross-entropy against the reference =====================================================================
