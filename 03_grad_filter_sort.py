@@ -99,7 +99,7 @@ def small_config(device):
     """(configuration, sequences a step, steps) for seconds of training on pairs of bytes, on a CPU of ASCII bytes."""
     if device.type == "cuda":
         return base.GPTConfig(256**2, 256, 4, 8, 512), 32, 200
-    return base.GPTConfig(128**2, 64, 1, 2, 64), 8, 60
+    return base.GPTConfig(128**2, 64, 1, 2, 64), 8, 40
 
 
 def train_small(device, loss, seed=0):

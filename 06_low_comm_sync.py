@@ -750,6 +750,7 @@ class Dist:
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self.thread = concurrent.futures.ThreadPoolExecutor(1, initializer=self.begin)
         if rank is None and group is None and self.stream is None:  # the same, but its calls end after our timeout
+            dist.barrier()  # or who is still connecting would see us leave
             dist.destroy_process_group()
             self.connect(f"{self.prefix}group")
 

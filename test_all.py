@@ -802,7 +802,7 @@ def test_forge(check):
 
 
 @pytest.mark.parametrize("N, V, D, layouts, softcap", [
-    (33, 140, 24, ("fp32", "bf16"), None), (40, 150, 136, ("master",), None), (20, 300, 16, ("fp32",), 5.0),
+    (33, 270, 24, ("fp32", "bf16"), None), (40, 290, 136, ("master",), None), (20, 300, 16, ("fp32",), 5.0),
 ])
 def test_forged_classifier_of_more_shapes(N, V, D, layouts, softcap):
     forging.check_classifier(DEVICE, N, V, D, layouts, softcap)

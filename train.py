@@ -24,15 +24,22 @@ What it shows
     --sync diloco (06, the default of several processes): each is a worker that trains alone for --inner-steps steps and
     then sends how far it came; no gradient is ever summed, so forge works. The other methods of 06 send less, or later,
     or to fewer. Validation, sample and checkpointed model are the weights that the workers agree on; a step's loss is
-    one worker's. On CPUs (gloo), with --gpus, a worker may be killed: the others go on. ddp: gradients are summed each
-    step, by adamw.
+    one worker's. On CPUs (gloo), with --gpus, a worker may be killed: the others go on, and a new one takes its place.
+    ddp: gradients are summed each step, by adamw.
     --moe E (07): E experts in place of each MLP, each token through its best --top-k, of a width at which it meets as
     many weights as in the dense model. --balance keeps their loads alike. With --sync ddp the experts are spread over
     the processes (--ep-policy); other processes have all of them.
     --tp K (05): a worker is K neighbouring processes, each with a part of every matrix, of the classes too, and all of
     the worker's tokens; the loss is then cce-exact or cce-filter. Works under every --sync; experts are not cut so.
-    --recompute and --offload leave less in memory for backward: each layer's input, from which it runs again; or all
+    --compile (05's lean(), the default on GPUs): one kernel each for what lies between matrices, and norms and
+    activations are made again in backward instead of kept. --recompute and --offload leave less in memory for backward: each layer's input, from which it runs again; or all
     of it elsewhere. --plan LINK names the flags that train this model best on --gpus GPUs, present or not.
+
+What happens to real runs
+    A checkpoint is whole or absent, and the last two are kept. One run at a time writes into --out. A loss, a gradient
+    or weights that are not finite end the run before they are saved, or with --on-nan skip the step is left out. Data
+    that changes under the run, a full disk and a killed process end it with one line that says how to go on; what is
+    lost are the steps since the last checkpoint (--save-every).
 
 What stays the same whatever the number of processes
     --batch counts the sequences of one step over ALL processes and micro-batches. Sequence i of step s is number
@@ -88,7 +95,7 @@ MIB = base.MIB
 
 # batch None: the largest power of two, up to 64 sequences a process, whose predicted memory fits what is free.
 PRESETS = {
-    "cpu": dict(layers=4, dim=128, heads=4, seq=128, batch=16, steps=500, lr=3e-3, tokens="bytes"),
+    "cpu": dict(layers=4, dim=128, heads=4, seq=128, batch=16, steps=300, lr=3e-3, tokens="bytes"),
     "gpt2-small": dict(layers=12, dim=768, heads=12, seq=1024, batch=None, steps=300, lr=1e-3, tokens="bigrams"),
     "gpt2-medium": dict(layers=24, dim=1024, heads=16, seq=1024, batch=None, steps=300, lr=6e-4, tokens="bigrams"),
 }
