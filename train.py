@@ -32,8 +32,9 @@ What it shows
     --tp K (05): a worker is K neighbouring processes, each with a part of every matrix, of the classes too, and all of
     the worker's tokens; the loss is then cce-exact or cce-filter. Works under every --sync; experts are not cut so.
     --compile (05's lean(), the default on GPUs): one kernel each for what lies between matrices, and norms and
-    activations are made again in backward instead of kept. --recompute and --offload leave less in memory for backward: each layer's input, from which it runs again; or all
-    of it elsewhere. --plan LINK names the flags that train this model best on --gpus GPUs, present or not.
+    activations are made again in backward instead of kept. --recompute and --offload leave less in memory for backward:
+    each layer's input, from which it runs again; or all of it elsewhere. --plan LINK names the flags that train this
+    model best on --gpus GPUs, present or not.
 
 What happens to real runs
     A checkpoint is whole or absent, and the last two are kept. One run at a time writes into --out. A loss, a gradient
