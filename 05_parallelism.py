@@ -2183,7 +2183,7 @@ def print_plans(text, best=12):
     print(f"{gpus} GPUs of {gib:g} GiB, {chip.peak / 1e12:g} TFLOP/s of which {chip.reach:.0%} are reached; "
           f"{links.inside / 1e9:g} GB/s in a host of {links.host}, {links.between * 8e-9:g} Gbit/s a GPU between hosts")
     print(f"{len(found)} plans fit; the fastest of each mesh:\n")
-    line = "{:>4}{:>4}{:>4}{:>4}{:>6}{:>10}{:>5} |{:>6}{:>8}{:>7}{:>7}{:>6} |{:>8}{:>8}{:>7}{:>8} |{:>8}"
+    line = "{:>4}{:>4}{:>4}{:>4}{:>6}{:>10}{:>5} |{:>6}{:>8}{:>7}{:>10}{:>6} |{:>8}{:>8}{:>7}{:>8} |{:>8}"
     print(line.format("dp", "pp", "cp", "tp", "micro", "recompute", "ZeRO", "GiB", "s/step", "bubble", "tok/s", "peak",
                       "tensor", "ring", "pipe", "data", "MJ"))
     flops, shown = step_flops(model, tokens), set()

@@ -214,7 +214,7 @@ def readme_errors(text):
         for code in [*re.findall("`([^`]+)`", part), *(typed if part is not inside else [])]:
             words = shlex.split(code, comments=True)
             for word in words:
-                if re.fullmatch(r"[\w./-]*\w\.(py|md|txt)|LICENSE", word) and not (ROOT / word).exists():
+                if re.fullmatch(r"[\w./-]*\w\.(py|md|txt)", word) and not (ROOT / word).exists():
                     yield f"{word}: no such file"
             if words[:1] in (["python"], ["torchrun"]):
                 script = next((i for i, word in enumerate(words) if word in PARSERS), None)

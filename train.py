@@ -1094,7 +1094,7 @@ def describe_run(config, data, world, args, device, start):
         enough = mine * gradients / factors
         yield f"        a step's factors {factors / MIB:,.0f} MiB, gradients {gradients / MIB:,.0f} MiB (layers): " + (
             f"factors are kept, the smaller up to {enough:,.0f} tokens" if mine <= enough else
-            f"beyond {enough:,.0f} tokens gradients are kept: --optimizer adamw does that in fewer passes"
+            f"beyond {enough:,.0f} tokens gradients are kept, as AdamW would; with --clip 0 and --accum 1 nothing is"
         )
     if args.recompute:
         yield "        a layer keeps its input only and runs again in backward: a third more of its FLOPs"
