@@ -628,6 +628,8 @@ def _follow_parent():
     """End this process when its parent has ended, even by SIGKILL."""
     multiprocessing.connection.wait([multiprocessing.parent_process().sentinel])
     os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(LAST_MOMENT)  # for who only notes the signal: without the parent's store no round can end any more
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _rank_main(index, first, seat, fn, ranks, port, device, timeout, args):
@@ -656,7 +658,8 @@ def spawn(fn, ranks, device="cpu", args=(), timeout=300, grace=30, spare=0, late
     When one rank fails, the others are ended and its error is raised; but the first `spare` of those that a signal ends
     are only noted, under gone/RANK in the store that this process keeps. late: further processes, which fn has to
     bring into the group. replace: start another one for each that was lost, under a new RANK, with the LOCAL_RANK of
-    the old one, and end it if all others have done their work before it could join. Ctrl-C and SIGTERM are passed on;
+    the old one; whether it joins or fails, the others go on, and when they have done their work it has 10 seconds
+    left. Ctrl-C and SIGTERM are passed on;
     ranks that have not left after `grace` seconds are killed, and KeyboardInterrupt or SystemExit(143) is raised.
     Returns the ranks that were lost."""
 
@@ -691,12 +694,20 @@ def spawn(fn, ranks, device="cpu", args=(), timeout=300, grace=30, spare=0, late
             running = {key: (*item, i) for item in contexts for key, i in item[0].sentinels.items()}
             if not running or time.monotonic() > deadline:
                 break
-            if deadline == math.inf and not contexts[0][0].sentinels:
+            first_ones = contexts[0][0]
+            if deadline == math.inf and not first_ones.sentinels and any(p.exitcode == 0 for p in first_ones.processes):
                 deadline = time.monotonic() + LAST_MOMENT
             for sentinel in multiprocessing.connection.wait(list(running), timeout=1):
                 context, first, seat, index = running[sentinel]
                 context.processes[index].join()
-                if context.processes[index].exitcode < 0 and len(lost) < spare:
+                status = context.processes[index].exitcode
+                if status == 0:
+                    del context.sentinels[sentinel]
+                elif seat is not None and (status > 0 or len(lost) >= spare):  # the others do without it
+                    del context.sentinels[sentinel]
+                    store.set(f"gone/{first + index}", "")
+                    print(f"the replacement of process {seat} ended with status {status}", file=sys.stderr)
+                elif status < 0 and len(lost) < spare:
                     del context.sentinels[sentinel]
                     lost.append(first + index)
                     store.set(f"gone/{first + index}", "")
@@ -816,7 +827,7 @@ def run_stage(file, doc, namespace, body, following, add_arguments=None):
         with contextlib.redirect_stdout(output), np.errstate(all="ignore"):
             body(device, ledger, args)
         if args.readme and ledger.ok:
-            options = [a for a in sys.argv[1:] if a not in ("--readme", args.readme)]
+            options = [a for a in sys.argv[1:] if a not in ("--readme", args.readme, f"--readme={args.readme}")]
             command = " ".join(["python", Path(file).name, *options])
             publish(stage, output.getvalue(), command, device, args.readme, namespace["HEADLINES"])
     except AssertionError as error:

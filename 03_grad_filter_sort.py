@@ -2015,7 +2015,7 @@ def add_arguments(parser):
 
 
 if __name__ == "__main__":
-    sys.exit(base.run_stage(__file__, __doc__, globals(), body, "python train.py", add_arguments))
+    sys.exit(base.run_stage(__file__, __doc__, globals(), body, "python 04_fused_optimizer.py", add_arguments))
 
 
 # Exercises

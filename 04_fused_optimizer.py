@@ -160,7 +160,9 @@ class Lion:
 
     @staticmethod
     def update(p, g, m, v, s):
-        return fma(fma(g - m, s[1], m).sign(), s[3], p * s[0]), fma(g - m, s[2], m), None
+        u = fma(g - m, s[1], m)
+        sign = u.sign().where(~u.isnan(), u)  # torch's sign of NaN is 0: it must not vanish
+        return fma(sign, s[3], p * s[0]), fma(g - m, s[2], m), None
 
 
 @dataclass(frozen=True)
@@ -804,6 +806,7 @@ class State:
         self.factors.append(factor)
         whole = next((f for f in self.factors if isinstance(f, Whole)), None)
         if whole or factor_bytes([self]) > 4 * self.weight.numel():
+            self.check_factors()
             gradient = whole.gradient if whole else torch.zeros(self.weight.shape, device=self.weight.device)
             for other in self.factors:
                 if other is not whole:
@@ -946,7 +949,8 @@ def torch_step(state, gradient, row, col):
         if f.m_scale is not None:
             m = decode_m(f.m[at], f.m_scale[scale_at])
             v = None if v is None else decode_v(f.v[at], f.v_scale[scale_at])
-        p, m, v = rule.update(old, g if handle.scale == 1 else g * scalars[7], m, v, scalars)
+        plain = isinstance(handle.scale, float) and handle.scale == 1  # a tensor of a GPU is not looked at
+        p, m, v = rule.update(old, g if plain else g * scalars[7], m, v, scalars)
         state.telemetry[0, 0] += torch.linalg.vector_norm(g).double() ** 2
         state.telemetry[1, 0] = torch.maximum(state.telemetry[1, 0], (p - old).abs().max())  # keeps a NaN
         if f.master is not None:

@@ -32,8 +32,9 @@ References
     Megatron-LM 1909.08053 (tensor), 2104.04473 (pipelines), 2205.05198 (sequence, recomputation). ZeRO 1910.02054.
     Zero Bubble Pipeline Parallelism 2401.10241. Ring Attention 2310.01889. Cut cross-entropy 2411.09009. FORGE
     2606.22932. DistCA 2510.18121, FlexSP 2412.01523, SkipPipe 2502.19913, packet spraying 2407.00550.
-    Of these we know the abstract: what it names is here, how is ours. SSDTrain 2408.10013, Zeppelin 2509.21841,
-    FlowTrain (2026), ElasWave 2510.00606, C4 2406.04594, energy of fine-tuning 2606.23546, Frontier 2312.12705.
+    Of the following we know only the abstracts: what they name is here, how it is done is our own. SSDTrain 2408.10013,
+    Zeppelin 2509.21841, FlowTrain (2026), ElasWave 2510.00606, C4 2406.04594, energy of fine-tuning 2606.23546,
+    Frontier 2312.12705.
 
 Left out on purpose: overlap of tensor-parallel sums with matrix products, 2-D and 3-D tensor parallelism, DualPipe and
 V-shaped schedules, ZeRO with micro-batches; the solvers of the papers of sections 9 to 11, where ours are greedy;
@@ -342,8 +343,9 @@ def zero_bytes(P, n, stage, w=4, g=4, o=8):
 
 
 class Zero:
-    """ZeRO stages 1, 2, 3 over flat shards: rank r owns the r-th n-th of every unit (embedding, each block, the rest):
-    its AdamW state (1), its gradient (2), its weights (3). With 16-bit weights, fp32 masters belong to the state.
+    """ZeRO stages 1, 2, 3 over flat shards: rank r owns the r-th of n equal parts of every unit (embedding, each block,
+    the rest): its AdamW state (1), its gradient (2), its weights (3). With 16-bit weights, fp32 masters belong to
+    the state.
 
     1 and 2 send what data parallelism sends: reduce-scatter of gradients and all-gather of new weights are the halves
     of an all-reduce. 3 gathers a block's weights before its forward, again before its backward, and drops them after
@@ -1127,7 +1129,7 @@ def recompute(model):
 
 
 # Between its matrices a layer does little arithmetic on much memory. Written as functions that become one kernel each,
-# every one reads its inputs once and writes its outputs once; and what is that cheap to make, norms and activations,
+# every one reads its inputs once and writes its outputs once; and what is so cheap to make (norms, activations)
 # need not be kept for the next matrix's gradient: backward makes it again from what is kept anyhow.
 
 
@@ -1205,8 +1207,9 @@ def lean(model, compiled=True, remake=True, kernel=None):
     elements a token and layer in place of 18: the stream twice; q, k, v; attention's output; the MLP before its
     activation. The stream travels from layer to layer with a branch that the next norm is to add.
 
-    Without `remake` it goes with recompute(), which would keep those inputs. E comes out in the products' dtype. For
-    training alone: without gradients, where shapes vary, the model runs as it was. 07's experts stay what they are.
+    Together with recompute() or Offload pass remake=False: what `remake` keeps, they would not see. E comes out in the
+    products' dtype. For training alone: without gradients, where shapes vary, the model runs as it was. 07's experts
+    stay what they are.
     kernel: whether q and k are turned by turn_kernel (on GPUs with Triton)."""
     fuse = functools.partial(torch.compile, fullgraph=True, dynamic=False) if compiled else lambda function: function
     norm, add_norm, gelu = map(fuse, (normed, add_normed, F.gelu))

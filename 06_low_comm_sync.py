@@ -1179,7 +1179,8 @@ class Sync:
         method, span = self.method, self.flat.spans[fragment]
         phi, theta = self.phi[:, span], self.theta[:, span]  # (L, n)
         if not bool(theta.sum().isfinite()):
-            raise ValueError(f"step {self.steps}: weights are not finite: stop before step(), they would spread")
+            raise ValueError(f"step {self.steps}: weights are not finite: go on from the last checkpoint, with a "
+                             "lower rate")
         if method.replicas:  # z = theta - phi + (mean of the ring - phi), and D = -z
             phi = 2 * phi - self.ring_mean(span)
         sources = (phi, theta) if method.anchored else (theta, None)
@@ -1409,7 +1410,7 @@ class Sync:
         if self.transport.donor == self.transport.rank and here:
             flight = [(r.fragment, r.step, r.due) for r in self.pending]
             state = dict(steps=self.steps, numbers=self.numbers, launched=self.launched, flight=flight, phi=self.phi,
-                         m=self.m, companion=self.companion and self.companion.state_dict())
+                         m=self.m, notes=self.notes, companion=self.companion and self.companion.state_dict())
             buffer = io.BytesIO()
             torch.save(state, buffer)
             self.transport.give(buffer.getvalue(), here)
@@ -1424,6 +1425,7 @@ class Sync:
             blob = self.transport.take()
         state = torch.load(io.BytesIO(blob), weights_only=True, map_location=self.theta.device)
         self.steps, self.numbers, self.launched = state["steps"], state["numbers"], state["launched"]
+        self.notes |= state["notes"]  # what the round that admits us has agreed on, a stop for example
         self.phi.copy_(state["phi"])
         self.theta.copy_(self.phi)
         if self.m is not None:

@@ -96,7 +96,7 @@ MIB = base.MIB
 
 # batch None: the largest power of two, up to 64 sequences a process, whose predicted memory fits what is free.
 PRESETS = {
-    "cpu": dict(layers=4, dim=128, heads=4, seq=128, batch=16, steps=300, lr=3e-3, tokens="bytes"),
+    "cpu": dict(layers=4, dim=128, heads=4, seq=128, batch=8, steps=300, lr=3e-3, tokens="bytes"),
     "gpt2-small": dict(layers=12, dim=768, heads=12, seq=1024, batch=None, steps=300, lr=1e-3, tokens="bigrams"),
     "gpt2-medium": dict(layers=24, dim=1024, heads=16, seq=1024, batch=None, steps=300, lr=6e-4, tokens="bigrams"),
 }
@@ -206,7 +206,7 @@ class Data:
         """ValueError if a file is not what it was when the run began. A memory map of one that has become shorter would
         end the process without a word."""
         for name, stamp in self.stamps.items():
-            now = stamp_of(name)
+            now = stamp_of(name) if os.path.exists(name) else (-1, 0)
             if now == stamp:
                 continue
             if now[0] < stamp[0] or fingerprint(self.train.shards + self.val.shards) != self.digest:
@@ -588,11 +588,11 @@ class Optimizer:
         skip, whose look at the norm has to be waited for, nothing is written if it is not finite."""
         norm = self.norm()
         reading = Reading(*values, norm)
-        if not self.skips or math.isfinite(reading.get()[-1]):
+        if not self.skips or all(map(math.isfinite, reading.get())):
             if self.waits:
                 self.forged.release(*self.at, self.clip, self.parameters, norm)
-            else:  # forged steps were taken in backward
-                torch.nn.utils.clip_grads_with_norm_(self.parameters, self.clip or math.inf, norm)
+            elif self.clip:
+                torch.nn.utils.clip_grads_with_norm_(self.parameters, self.clip, norm)
             self.ordinary.step()
         elif self.waits:
             self.forged.disarm()
@@ -694,6 +694,7 @@ def validate(model, data, world, args, device):
     size = max(1, args.batch // (world.workers * args.accum))
     mine = range(count)[world.members.index(world.worker) :: len(world.members)]
     total = torch.zeros((), dtype=torch.float64, device=device)
+    data.check()
     for start in range(0, len(mine), size):
         x, y = data.val.windows(mine[start : start + size])
         total += loss_sum(model, x.to(device), y.to(device), args, filtering.SparseStats())
@@ -793,7 +794,7 @@ def predict_memory(config, batch, accum, args, device, processes=1):
     # Autocast keeps a 16-bit copy of each weight from forward to backward; of a forged one it is made twice instead.
     remade = 2 * 12 * config.layers * D**2 // tp if autocast and args.optimizer != "adamw" else 0
     activations = base.activation_bytes(config, N, autocast, fused_norm=cuda) - remade
-    if args.compile and not args.recompute:
+    if args.compile and not (args.recompute or args.offload):
         activations -= parallel.lean_saving(config, N, dtype.itemsize, args.moe, tp)
     if tp > 1:  # 14 of a layer's 18 tensors are cut (05), and the copies of matrices
         inside = config.layers * (14 * (2 if autocast else 4) * N * D + (2 * 12 * D**2 if autocast else 0))
@@ -983,6 +984,8 @@ def locked(out):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(f"{out}: another run is writing there: wait for its end, or name another --out") from None
+        except OSError:
+            pass  # a file system without locks: nothing is checked
         yield
 
 
@@ -1132,7 +1135,9 @@ def resume_command(args, world):
         nodes = f"--nnodes {world.size // local} (rendezvous as before) " if world.size > local else ""
         words = [f"torchrun {nodes}--nproc-per-node {local} --"]
     words += [shlex.quote(os.path.relpath(__file__)), "--resume --out", shlex.quote(args.out)]
-    words += [f"--gpus {args.gpus}"] * (args.gpus > 1) + [f"--device {args.device}"] * (args.device == "cpu")
+    processes = len(world.members) * args.tp  # workers may have been lost
+    words += [f"--gpus {processes}"] * (processes > 1 and not args.torchrun)
+    words += [f"--device {args.device}"] * (args.device == "cpu")
     words += [f"--tp {args.tp}"] * (args.tp > 1)
     words += [f"--{name}" for name in ("recompute", "offload") if getattr(args, name)]
     words += [f"--ep-policy {args.ep_policy}"] * (args.ep_policy not in (None, "ep"))
@@ -1160,7 +1165,7 @@ def run(args):
     check_batch(args)
     origins, model.group = parallel.tensor_parallel(model, world.tp), world.tp
     if args.compile:
-        parallel.lean(model, remake=not args.recompute)
+        parallel.lean(model, remake=not (args.recompute or args.offload))
     if args.recompute:
         parallel.recompute(model)
     method = sync_method(args)
@@ -1239,6 +1244,8 @@ def train(model, optimizer, data, config, world, args, device, start, stop):
         if saved != step and not args.dry_run:
             try:
                 save_checkpoint(args.out, step, model, optimizer, args, data, world)
+            except ConnectionError:
+                raise
             except OSError as error:
                 last = "none before it" if saved is None else f"the last one is of step {saved}"
                 raise OSError(f"step {step} could not be saved ({error}), {last}: make room, and go on with "
@@ -1272,7 +1279,7 @@ def train(model, optimizer, data, config, world, args, device, start, stop):
         if bad and skipped <= most:
             log.say(f"step {step + 1}: loss {loss}, gradient norm {norm}: skipped")
         if sync:  # nothing is asked of the others between rounds; a round tells all of them who wants to stop
-            if bad and skipped > most:
+            if wrong or bad and skipped > most:  # in each step until the halt: moments and weights stay NaN
                 wrong = wrong or f"loss {loss}, gradient norm {norm}"
                 sync.surrender(wrong)
             if stop.number and not announced:
@@ -1467,8 +1474,8 @@ def make_parser():
     add("--accum", type=int, default=1, help="micro-batches a step")
     add("--lr", type=float, help="peak learning rate (from the preset)")
     add("--optimizer", choices=("forge-cce", "forge", "adamw"),
-        help="step inside backward: of all matrices; of the layers'; or after it (forge-cce with one process, unless "
-             "--accum or --clip need gradients)")
+        help="step inside backward: of all matrices; of the layers'; or after it (forge-cce; adamw with --accum, or "
+             "--sync ddp of several)")
     add("--sync", choices=("none", "ddp", *low_comm.METHODS),
         help="of several processes: none; gradients summed each step (adamw); weights by 06's methods (diloco)")
     add("--inner-steps", type=int, metavar="H", help="steps that workers take alone between rounds (from --sync)")
@@ -1763,7 +1770,9 @@ def run_rank(args):
         if "gloo" not in str(error).lower() and "nccl" not in str(error).lower():
             raise
         time.sleep(5)  # the process that failed first speaks; it has ended, so ours is about to be ended, too
-        sys.exit(1)
+        print(f"train.py: rank {os.environ['RANK']} lost the others ({' '.join(str(error).split())[:100]}): go on with "
+              "--resume", file=sys.stderr)
+        sys.exit(2)
     if status:
         if status != 2:  # all processes end alike; after an error, the others may be inside a collective
             dist.destroy_process_group()
