@@ -659,9 +659,8 @@ def spawn(fn, ranks, device="cpu", args=(), timeout=300, grace=30, spare=0, late
     are only noted, under gone/RANK in the store that this process keeps. late: further processes, which fn has to
     bring into the group. replace: start another one for each that was lost, under a new RANK, with the LOCAL_RANK of
     the old one; whether it joins or fails, the others go on, and when they have done their work it has 10 seconds
-    left. Ctrl-C and SIGTERM are passed on;
-    ranks that have not left after `grace` seconds are killed, and KeyboardInterrupt or SystemExit(143) is raised.
-    Returns the ranks that were lost."""
+    left. Ctrl-C and SIGTERM are passed on; ranks that have not left after `grace` seconds are killed, and
+    KeyboardInterrupt or SystemExit(143) is raised. Returns the ranks that were lost."""
 
     def terminated(signum, frame):
         raise SystemExit(128 + signum)
