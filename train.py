@@ -96,7 +96,7 @@ MIB = base.MIB
 
 # batch None: the largest power of two, up to 64 sequences a process, whose predicted memory fits what is free.
 PRESETS = {
-    "cpu": dict(layers=4, dim=128, heads=4, seq=128, batch=8, steps=300, lr=3e-3, tokens="bytes"),
+    "cpu": dict(layers=4, dim=128, heads=4, seq=128, batch=8, steps=400, lr=3e-3, tokens="bytes"),
     "gpt2-small": dict(layers=12, dim=768, heads=12, seq=1024, batch=None, steps=300, lr=1e-3, tokens="bigrams"),
     "gpt2-medium": dict(layers=24, dim=1024, heads=16, seq=1024, batch=None, steps=300, lr=6e-4, tokens="bigrams"),
 }
