@@ -529,24 +529,6 @@ def spread(p):
     return hasattr(p, "cut")
 
 
-class Reading:
-    """Numbers on their way from the device: who asks for them waits until they are there, but not for the work that was
-    given to the device after them."""
-
-    def __init__(self, *values):
-        values = torch.stack([value.detach().double().view(()) for value in values])
-        self.numbers, self.event = values, None
-        if values.is_cuda:
-            self.numbers = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            self.numbers.copy_(values, non_blocking=True)
-            self.event = torch.cuda.current_stream().record_event()
-
-    def get(self):
-        if self.event:
-            self.event.synchronize()
-        return self.numbers.tolist()
-
-
 RULE = forging.AdamW(BETAS, 1e-8, WEIGHT_DECAY)
 
 
@@ -583,12 +565,12 @@ class Optimizer:
             self.forged.arm(lr, step)
 
     def finish(self, *values):
-        """The rest of the step, after all gradients. Returns a Reading of `values`, tensors of one number, and of the
-        gradients' norm, which is on its way before the weights are written, where it is known by then. With --on-nan
-        skip, whose look at the norm has to be waited for, nothing is written if it is not finite."""
+        """The rest of the step, after all gradients. Returns 03's Readback of `values`, tensors of one number, and of
+        the gradients' norm: its copy starts before the weights are written (forged ones, with --clip 0, are by then).
+        With --on-nan skip, which waits for it, nothing is written if a number is not finite."""
         norm = self.norm()
-        reading = Reading(*values, norm)
-        if not self.skips or all(map(math.isfinite, reading.get())):
+        reading = filtering.Readback(torch.stack([v.detach().double() for v in (*values, norm)]))
+        if not self.skips or all(map(math.isfinite, reading.read())):
             if self.waits:
                 self.forged.release(*self.at, self.clip, self.parameters, norm)
             elif self.clip:
@@ -1273,7 +1255,7 @@ def train(model, optimizer, data, config, world, args, device, start, stop):
             world.sum(values)  # the loss over all processes, and whether any of them was told to stop
         reading = optimizer.finish(*values)
         uneven = world.balance.step().max() if world.balance else torch.tensor(0.0)  # the worst layer's
-        loss, stopped, norm = reading.get()  # the step's one wait, but for experts' exchanges
+        loss, stopped, norm = reading.read()  # the step's one wait, but for experts' exchanges
         bad = not (math.isfinite(loss) and math.isfinite(norm))
         skipped = skipped + 1 if bad else 0
         if bad and skipped <= most:
