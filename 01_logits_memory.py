@@ -648,7 +648,7 @@ def _rank_main(index, first, seat, fn, ranks, port, device, timeout, args):
         dist.destroy_process_group()  # not after an error: the others may be inside a collective
 
 
-LAST_MOMENT = 10  # seconds in which a replacement may still end well when all others have
+LAST_MOMENT = 10  # seconds to end in: of a replacement when all others have, of all when the parent is gone
 
 
 def spawn(fn, ranks, device="cpu", args=(), timeout=300, grace=30, spare=0, late=0, replace=False):

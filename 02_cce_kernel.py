@@ -64,6 +64,7 @@ else:  # macOS, Windows: the kernels below are still defined, never run; backend
 
 if INTERPRETED and HAS_TRITON:
     from triton.runtime import interpreter
+if INTERPRETED and HAS_TRITON and hasattr(interpreter, "_patch_lang"):  # private: other versions may lack it
 
     def _patch_once(kernel, patch=interpreter._patch_lang):
         """The interpreter replaces all of Triton's language at each call of a function: a fifth of its time. While a

@@ -1255,8 +1255,9 @@ class Forge:
         """The step `step` at rate lr of every weight that has factors, whose gradient is what they add up to. Waits for
         the device once, before it, and returns whether the step was taken.
 
-        norm: what norm(others) returned. Then nothing waits, the step is always taken, and it is for the caller to look
-        whether the norm was finite: if not, neither are the weights any more.
+        norm: what norm(others) returned, or the same of all parts of a cut model. Then nothing waits, the step is
+        always taken, clipped_norm is that tensor, and it is for the caller to look whether it was finite: if not,
+        neither are the weights any more.
 
         clip: the largest norm of the gradient of the weights and of `others`, ordinary parameters whose .grad is scaled
         with them, as by clip_grad_norm_ (0: no limit). clipped_norm is then the norm before that, else None. If it, or

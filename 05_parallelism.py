@@ -1209,8 +1209,7 @@ def lean(model, compiled=True, remake=True, kernel=None):
 
     Together with recompute() or Offload pass remake=False: what `remake` keeps, they would not see. E comes out in the
     products' dtype. For training alone: without gradients, where shapes vary, the model runs as it was. 07's experts
-    stay what they are.
-    kernel: whether q and k are turned by turn_kernel (on GPUs with Triton)."""
+    stay what they are. kernel: whether q and k are turned by turn_kernel (on GPUs with Triton)."""
     fuse = functools.partial(torch.compile, fullgraph=True, dynamic=False) if compiled else lambda function: function
     norm, add_norm, gelu = map(fuse, (normed, add_normed, F.gelu))
     keep = after if remake else lambda linear, made, *_: linear(made)
@@ -1219,9 +1218,9 @@ def lean(model, compiled=True, remake=True, kernel=None):
 
     def enter_norm(x, weight):
         """The stream, whole, and its norm."""
-        stream = x if isinstance(x, tuple) else (x,)
-        dtype = forging.compute_dtype(stream[0])
-        return add_norm(*x, weight, dtype) if len(stream) == 2 else (x, norm(x, weight, dtype))
+        if isinstance(x, tuple):
+            return add_norm(*x, weight, forging.compute_dtype(x[0]))
+        return x, norm(x, weight, forging.compute_dtype(x))
 
     def onward(x, branch):
         return (x, branch) if remake else x + branch  # recompute() keeps what it is given

@@ -50,9 +50,9 @@ What stays the same whatever the number of processes
     (Without --batch, a GPU run takes up to 64 sequences a process, so there two GPUs take larger steps than one.)
 
 Defaults come from --preset, and that from the device. Checkpoints restore the flags they were made with, except those
-that belong to one launch (--device, --gpus, --tp, --recompute, --offload, --ep-policy, --log, --sample). A flag given
-beside --resume wins, unless it would change the model, which is refused. A resumed run ends with the weights of one
-that was never stopped, bit for bit on one CPU process, and on one GPU with --deterministic.
+that belong to one launch (--device, --gpus, --tp, --compile, --recompute, --offload, --ep-policy, --log, --sample). A
+flag given beside --resume wins, unless it would change the model, which is refused. A resumed run ends with the weights
+of one that was never stopped, bit for bit on one CPU process, and on one GPU with --deterministic.
 """
 
 import argparse
@@ -324,10 +324,10 @@ class World:
     late: it was started in the place of one that was killed, and takes its seat: its share of the data."""
 
     def __init__(self, device, tp=1):
-        number = {name: int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1))}
+        rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         joined = dist.is_available() and dist.is_initialized()
-        self.late = not joined and number["RANK"] >= number["WORLD_SIZE"]
-        self.rank, self.size = tuple(number.values()) if joined or self.late else (0, 1)
+        self.late = not joined and rank >= size
+        self.rank, self.size = (rank, size) if joined or self.late else (0, 1)
         self.worker, self.place, self.workers = self.rank // tp, self.rank % tp, self.size // tp
         self.seat = int(os.environ["LOCAL_RANK"]) if self.late else self.worker
         groups = parallel.make_groups(dp=self.workers, tp=tp) if tp > 1 else None
@@ -457,7 +457,7 @@ def share(count, world, accum, micro):
 
 
 class Feed:
-    """Micro-batches of this process, in order. The next one is read from the disk and sent while the device still has
+    """Micro-batches of this worker, in order. The next one is read from the disk and sent while the device still has
     the backward pass of this one to do."""
 
     def __init__(self, data, world, args, device):
