@@ -844,6 +844,7 @@ def sliced_gradients(wanted, E, C, bias, targets, lse, grad_lse, grad_target, so
     part_of = lambda tensor, part: None if tensor is None else tensor[part]  # noqa: E731
     if to_sink:
         sink.begin()
+        sink.slices(E, targets, lse, g_softmax, g_target, softcap, backend, block)
     for start, stop in pieces(C.shape[0], block):
         part = slice(start, stop)
         part_C = functools.partial(sink.rows, start) if to_sink else part_of(dC, part)
@@ -851,8 +852,6 @@ def sliced_gradients(wanted, E, C, bias, targets, lse, grad_lse, grad_target, so
             dE, part_C, part_of(db, part), E, C[part], targets - start, lse, g_softmax, g_target, unit,
             part_of(bias, part), softcap, backend,
         )
-    if to_sink:
-        sink.end(E, targets, lse, g_softmax, g_target, softcap, backend, block)
     return None if dE is None else dE.mul_(unit).to(E.dtype), dC, db
 
 
@@ -957,9 +956,9 @@ def linear_cross_entropy(
     C: on the CPU ValueError; on CUDA, where looking would stall every step, its loss is NaN unless check_targets=True
     asks for the ValueError. Ignored tokens cost as much as others: drop them before if they are many (01, rung 1).
 
-    sink: takes dC instead of autograd, a slice at a time (04's optimizer step). In backward it is called as begin(),
-    rows(start, G, E) for each slice G (N, W) from class `start` on, whose rows of C were read for the last time, and
-    end(E, targets, lse, g_softmax, g_target, softcap, backend, block), of which gradient_slice makes G again; before
+    sink: takes dC instead of autograd, a slice at a time (04's optimizer step). In backward it is called as begin();
+    slices(E, targets, lse, g_softmax, g_target, softcap, backend, block), of which gradient_slice makes G again; and
+    rows(start, G, E) for each slice G (N, W) from class `start` on, whose rows of C were read for the last time. Before
     all, align(block) says how many columns a slice should have. With a sink the gradient goes over the vocabulary.
     shard: see Shard; targets are those of the whole vocabulary, dE is the part that these rows are responsible for, and
     the gradient goes over the vocabulary.

@@ -798,23 +798,31 @@ class State:
             self.step_listed(only.columns)
         elif isinstance(only, Product) and plan.rung == "fused":
             self.step_fused(*only)
+        elif isinstance(only, Whole):
+            self.step(only.gradient)
         else:
             self.step_in_slabs(factors, plan.rows, plan.cols)
 
     def keep(self, factor):
         """A factor for later; or, once dW itself is smaller than the factors, a part of that."""
-        self.factors.append(factor)
-        whole = next((f for f in self.factors if isinstance(f, Whole)), None)
-        if whole or factor_bytes([self]) > 4 * self.weight.numel():
-            self.check_factors()
-            gradient = whole.gradient if whole else torch.zeros(self.weight.shape, device=self.weight.device)
-            for other in self.factors:
-                if other is not whole:
-                    other.write(self, gradient, 0, 0, add=True)
-            self.factors, self.versions = [Whole(gradient)], []
+        if whole := self.whole(factor):
+            factor.write(self, whole.gradient, 0, 0, add=True)
         else:
+            self.factors.append(factor)
             read = [*tensors_of(factor), self.weight] if isinstance(factor, Classes) else tensors_of(factor)
             self.versions += [(tensor, tensor._version) for tensor in read if not tensor.is_inference()]
+
+    def whole(self, factor, price=1):
+        """The Whole that is to take what this factor stands for; None while dW is larger than `price` times it and the
+        factors so far, of which the Whole begins."""
+        whole = next((f for f in self.factors if isinstance(f, Whole)), None)
+        if whole is None and price * factor_bytes([*self.factors, factor]) > 4 * self.weight.numel():
+            self.check_factors()
+            whole = Whole(torch.zeros(self.weight.shape, device=self.weight.device))
+            for earlier in self.factors:
+                earlier.write(self, whole.gradient, 0, 0, add=True)
+            self.factors, self.versions = [whole], []
+        return whole
 
     def check_factors(self):
         """ValueError if what the factors refer to is not what it was in backward."""
@@ -1009,6 +1017,9 @@ class Listed(NamedTuple):
         filtering.write_columns(out, self.columns, top, add=add, backend=state.handle.backend)
 
 
+CLASSES_PRICE = 4  # They make the logits again, for the norm and for the step: kept if that saves three quarters of dC.
+
+
 class Classes(NamedTuple):
     """Of a classifier, exactly: dC = G^T E, and G (N, V) is made again, from E (N, D), targets, lse, g_softmax,
     g_target (N,) and the classifier itself, `block` columns at a time: the weight has to be as it was."""
@@ -1054,9 +1065,9 @@ def tensors_of(factor):
     return [t for t in fields if isinstance(t, torch.Tensor)]
 
 
-def factor_bytes(states):
-    """Bytes that the factors of these states keep alive; storage that several share (the input of q, k, v) once."""
-    storages = [t.untyped_storage() for s in states for f in s.factors for t in tensors_of(f)]
+def factor_bytes(factors):
+    """Bytes that these keep alive; storage that several share (the input of q, k, v) once."""
+    storages = [t.untyped_storage() for factor in factors for t in tensors_of(factor)]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
@@ -1520,21 +1531,26 @@ class Sink:
             state.refuse_second()
             state.updated = True
 
+    def slices(self, E, targets, lse, *others):
+        """What the G of the rows() that follow is made of, with C."""
+        # A factor must not keep the graph: what autograd saved comes back with its history.
+        factor = Classes(E.detach(), targets, lse.detach(), *others)
+        self.whole = self.state.handle.stashing and self.state.whole(factor, CLASSES_PRICE)
+        if self.state.handle.stashing and not self.whole:
+            self.state.keep(factor)
+
     def rows(self, start, G, E):
         """The step of rows start ... start + W, from G (N, W) and E (N, D)."""
         state, handle = self.state, self.state.handle
         if handle.stashing:
-            return  # its time comes, with another G
+            if self.whole:
+                weight_gradient(G, E, self.whole.gradient[start : start + G.shape[1]], add=True)
+            return  # or else its time comes, with another G
         plan = state.plan = handle.plan(state, len(E))
         if plan.rung == "fused":
             state.step_fused(G, E, start)
         else:
             state.step_in_slabs([Product(G, E)], plan.rows, plan.cols, start, G.shape[1])
-
-    def end(self, E, targets, lse, *others):
-        if self.state.handle.stashing:
-            # A factor must not keep the graph: what autograd saved comes back with its history.
-            self.state.keep(Classes(E.detach(), targets, lse.detach(), *others))
 
     def columns(self, columns):
         """The step of all rows."""
@@ -1553,9 +1569,10 @@ def forge_classifier(E, C, targets, state, *, gradient="auto", **options):
 
     E (..., D) fp32 or bf16, C (V, D) the weight of `state`, targets (...); gradient "exact", "sparse" or "auto". Exact:
     for each slice of the vocabulary G, dE += G C, then the step of that slice. Sparse: the same pass that would write
-    a row of dC takes its step, in registers. On a stash()-ing handle C is left as it is and the slices' factors E, lse
-    and targets are kept, or the sparse gradient's lists. Unarmed, and without gradients: 03's own. Beyond what 02 and
-    03 say, and 4 N D bytes for dE: a slab. A C in another dtype than E is cast to it first, whole.
+    a row of dC takes its step, in registers. On a stash()-ing handle C is left as it is; kept are E, lse and targets if
+    they take less than a CLASSES_PRICE-th of dC, else dC; or the sparse gradient's lists, if smaller. Unarmed, and
+    without gradients: 03's own. Beyond what 02 and 03 say, and 4 N D bytes for dE: a slab. A C in another dtype than E
+    is cast to it first, whole.
     ValueError on what 03 refuses, a bias, a filter, fp16, and a second use before backward."""
     if gradient not in ("exact", "sparse", "auto"):
         raise ValueError(f"gradient is {gradient!r}: use 'exact', 'sparse' or 'auto': a filter leaves no slice whole")
@@ -2463,7 +2480,7 @@ def check_factors(device="cpu", M=96, K=160):
             state = handle["weight"]
             for part in (slice(0, N // 2), slice(N // 2, N)):
                 state.keep(Product(dY[part], X[part]))
-            held, whole = factor_bytes([state]), 4 * M * K
+            held, whole = factor_bytes(state.factors), 4 * M * K
             base.require(held == min(2 * N * (M + K), whole), f"{N} tokens: {held} bytes are kept")
             predicted = min(stash_bytes([(M, K)], N), whole)
             base.require(held == predicted, f"{N} tokens: {held} bytes are kept, {predicted} were predicted")
@@ -2518,16 +2535,16 @@ def check_release(device="cpu", M=160, K=600):
     base.require(cce.error(ghost_square(a, b), (a.T @ b).square().sum()) < 1e-5, "a ghost norm in pieces")
 
 
-def check_slices(device="cpu", N=24, V=300, D=256, kernels=not INTERPRETED):
-    """Armed, and from factors that waited: the gradient that is written down, in several slabs of rows, with operands
-    narrower than the weight, and a softcap. The factors keep no graph."""
-    for dtype, cap in ((torch.float32, 5.0), (torch.bfloat16, None)):
+def check_slices(device="cpu", V=300, D=256, kernels=not INTERPRETED):
+    """Armed, and from what waited, factors of 24 tokens and dC of 80: the gradient that is written down, in several
+    slabs of rows, with operands narrower than the weight, and a softcap. The factors keep no graph."""
+    for N, dtype, cap in ((24, torch.float32, 5.0), (24, torch.bfloat16, None), (80, torch.float32, None)):
         E, C, x = (t.detach() for t in cce.trained_problem(N, V, D, dtype, device))
         for gradient, rung, backend in classifier_ways(device, dtype, D):
             if backend == "triton" and not (kernels and (gradient == "sparse" or not INTERPRETED)):
                 continue  # slow
             options = dict(gradient=gradient, softcap=None if gradient == "sparse" else cap, backend=backend)
-            title, changes = f"{dtype}, {gradient}, {rung}, {backend}", []
+            title, changes = f"{N} tokens, {dtype}, {gradient}, {rung}, {backend}", []
             for way in ("stash", "arm", "written down"):
                 weight, handle = classifier_handle(C, "fp32", rung, backend, 4 * 128 * 256, SGD())
                 state, e, old = handle["weight"], E.clone().requires_grad_(), weight.detach().clone()
@@ -2541,7 +2558,8 @@ def check_slices(device="cpu", N=24, V=300, D=256, kernels=not INTERPRETED):
                 forge_classifier(1.0 * e, weight, x, state, reduction="sum", **options).backward()  # E has a graph
                 if way == "stash":
                     kinds = [type(factor) for factor in state.factors]
-                    base.require(kinds == [Listed if gradient == "sparse" else Classes], f"{title}: kept {kinds}")
+                    exact = Classes if N == 24 else Whole
+                    base.require(kinds == [Listed if gradient == "sparse" else exact], f"{title}: kept {kinds}")
                     kept = [t for factor in state.factors for t in tensors_of(factor)]
                     base.require(not any(t.requires_grad for t in kept), f"{title}: a factor keeps the graph")
                     norm = handle.norm()
@@ -2738,7 +2756,7 @@ def measure_bytes(device, ledger):
     model(x).square().sum().backward()
     shapes = [p.shape for p in model.parameters()]
     ledger.row("factors of 64 tokens, 6 layers", "(M + K) N a layer", stash_bytes(shapes, len(x), 4) / MIB,
-               factor_bytes(handle.states.values()) / MIB, band=(1, 1))
+               factor_bytes(f for state in handle.states.values() for f in state.factors) / MIB, band=(1, 1))
     model, _ = stack("meta")
     sizes = [p.numel() for p in model.parameters()]
     gradients, largest = 4 * sum(sizes), 4 * max(sizes)

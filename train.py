@@ -733,10 +733,17 @@ def factor_sizes(config, tokens, args):
     pairs = [(forging.stash_bytes([(s.M, s.K)], tokens * s.met, size), 4 * s.M * s.K * s.count)
              for s in layer_shapes(config, args.tp)]
     table, lists = 4 * config.vocab // args.tp * config.dim, 4 * tokens + 4 * args.accum * (config.vocab + 1)
-    embedding, classifier = 4 * tokens * config.dim + lists, (size * config.dim + 20) * tokens
-    tables = min(embedding, table) + min(classifier, table)
+    tables = min(4 * tokens * config.dim + lists, table) + classifier_bytes(config, tokens, args)
     factors, gradients = (sum(column) for column in zip(*pairs, strict=True))
     return factors, gradients, sum(map(min, pairs)), tables if args.optimizer == "forge-cce" else 0
+
+
+def classifier_bytes(config, tokens, args):
+    """Bytes of what a forged classifier holds until all of a step's tokens were seen: its gradient in fp32; or E and
+    targets, if they are enough smaller; or lists."""
+    gradient, factors = 4 * config.vocab // args.tp * config.dim, (cut_dtype(args).itemsize * config.dim + 20) * tokens
+    price = 1 if args.loss == "cce-sparse" else forging.CLASSES_PRICE
+    return factors if price * factors <= gradient else gradient
 
 
 def predict_memory(config, batch, accum, args, device, processes=1):
@@ -767,7 +774,9 @@ def predict_memory(config, batch, accum, args, device, processes=1):
             places = filtering.places(N, CANDIDATES)
             beyond = filtering.sparse_bytes(N, V, D, dtype, places, sink=both)
         beyond = max(beyond, plan.beyond)
-        results = dtype.itemsize * (N + (0 if both else V)) * D
+        # 04 keeps dC in fp32, or what it is made of, or neither; else autograd has it.
+        kept = classifier_bytes(config, N * accum, args) if waits(args) else 0
+        results = dtype.itemsize * (N + (0 if both else V)) * D + (kept if both and kept == 4 * V * D else 0)
         copied = (0 if args.compile else N) + (V if weight == 4 or not both else 0)  # rows of E, C in bf16
         copies = 2 * copied * D if autocast else 0
         loss = results + beyond + copies
