@@ -803,9 +803,9 @@ class State:
         else:
             self.step_in_slabs(factors, plan.rows, plan.cols)
 
-    def keep(self, factor):
-        """A factor for later; or, once dW itself is smaller than the factors, a part of that."""
-        if whole := self.whole(factor):
+    def keep(self, factor, price=1):
+        """A factor for later; or, once dW itself is smaller than `price` times the factors, a part of that."""
+        if whole := self.whole(factor, price):
             factor.write(self, whole.gradient, 0, 0, add=True)
         else:
             self.factors.append(factor)
@@ -837,11 +837,9 @@ class State:
         only = factors[0] if len(factors) == 1 else None
         if isinstance(only, Product) and len(only.X) * (M + K) < M * K:
             return ghost_square(*only)
-        norm = functools.partial(torch.linalg.vector_norm, dtype=torch.float64)
-        if isinstance(only, Whole):
-            return norm(only.gradient) ** 2
-        plan = self.handle.plan(self, None)
-        return sum(norm(slab) ** 2 for slab, _, _ in self.slabs(factors, plan.rows, plan.cols, dtype=torch.float32))
+        plan, norm = self.handle.plan(self, None), torch.linalg.vector_norm
+        slabs = self.slabs(factors, plan.rows, plan.cols, dtype=torch.float32)
+        return sum(norm(slab, dtype=torch.float64) ** 2 for slab, _, _ in slabs)
 
     def used(self, use, version):
         """A forward pass, at this version of the weight, has come to its backward."""
@@ -1017,7 +1015,8 @@ class Listed(NamedTuple):
         filtering.write_columns(out, self.columns, top, add=add, backend=state.handle.backend)
 
 
-CLASSES_PRICE = 4  # They make the logits again, for the norm and for the step: kept if that saves three quarters of dC.
+# Factors of a classifier make as much work again as the loss, for the norm and for the step: kept if smaller than dC by
+CLASSIFIER_PRICE = 4
 
 
 class Classes(NamedTuple):
@@ -1256,10 +1255,14 @@ class Forge:
     def norm(self, others=()):
         """The norm of the whole gradient, fp64, on the device: of all factors, and of the .grad of the parameters in
         `others`: that of the sum over backward passes and uses, to rounding."""
-        squares = [torch.zeros((), dtype=torch.float64, device=self.key.device)]
-        squares += [state.square() for state in self.states.values() if state.factors]
-        squares += [torch.linalg.vector_norm(p.grad, dtype=torch.float64) ** 2 for p in others if p.grad is not None]
-        return torch.stack([square.to(self.key.device) for square in squares]).sum().sqrt()
+        gradients, squares = [p.grad for p in others if p.grad is not None], []
+        for state in self.states.values():
+            if len(state.factors) == 1 and isinstance(state.factors[0], Whole):
+                gradients.append(state.factors[0].gradient)
+            elif state.factors:
+                squares.append(state.square())
+        norm = nn.utils.get_total_norm(gradients).to(self.key.device)  # in fp32: in fp64 torch would copy them all
+        return torch.stack([norm.double() ** 2, *squares]).sum().sqrt()
 
     @torch.no_grad()
     def release(self, lr, step, clip=0.0, others=(), norm=None):
@@ -1535,7 +1538,7 @@ class Sink:
         """What the G of the rows() that follow is made of, with C."""
         # A factor must not keep the graph: what autograd saved comes back with its history.
         factor = Classes(E.detach(), targets, lse.detach(), *others)
-        self.whole = self.state.handle.stashing and self.state.whole(factor, CLASSES_PRICE)
+        self.whole = self.state.handle.stashing and self.state.whole(factor, CLASSIFIER_PRICE)
         if self.state.handle.stashing and not self.whole:
             self.state.keep(factor)
 
@@ -1560,7 +1563,7 @@ class Sink:
         else:  # kept without the room that was left for more entries
             count = int(columns.begin[-1])
             lists = dict(rows=columns.rows[:count].clone(), weights=columns.weights[:count].clone())
-            self.state.keep(Listed(columns._replace(**lists)))
+            self.state.keep(Listed(columns._replace(**lists)), CLASSIFIER_PRICE)
 
 
 def forge_classifier(E, C, targets, state, *, gradient="auto", **options):
@@ -1569,8 +1572,8 @@ def forge_classifier(E, C, targets, state, *, gradient="auto", **options):
 
     E (..., D) fp32 or bf16, C (V, D) the weight of `state`, targets (...); gradient "exact", "sparse" or "auto". Exact:
     for each slice of the vocabulary G, dE += G C, then the step of that slice. Sparse: the same pass that would write
-    a row of dC takes its step, in registers. On a stash()-ing handle C is left as it is; kept are E, lse and targets if
-    they take less than a CLASSES_PRICE-th of dC, else dC; or the sparse gradient's lists, if smaller. Unarmed, and
+    a row of dC takes its step, in registers. On a stash()-ing handle C is left as it is, and what makes
+    dC is kept, E, lse and targets or E and lists, if CLASSIFIER_PRICE times smaller than dC; else dC is. Unarmed, and
     without gradients: 03's own. Beyond what 02 and 03 say, and 4 N D bytes for dE: a slab. A C in another dtype than E
     is cast to it first, whole.
     ValueError on what 03 refuses, a bias, a filter, fp16, and a second use before backward."""
@@ -2536,9 +2539,9 @@ def check_release(device="cpu", M=160, K=600):
 
 
 def check_slices(device="cpu", V=300, D=256, kernels=not INTERPRETED):
-    """Armed, and from what waited, factors of 24 tokens and dC of 80: the gradient that is written down, in several
+    """Armed, and from what waited, factors of 8 tokens and dC of 80: the gradient that is written down, in several
     slabs of rows, with operands narrower than the weight, and a softcap. The factors keep no graph."""
-    for N, dtype, cap in ((24, torch.float32, 5.0), (24, torch.bfloat16, None), (80, torch.float32, None)):
+    for N, dtype, cap in ((8, torch.float32, 5.0), (8, torch.bfloat16, None), (80, torch.float32, None)):
         E, C, x = (t.detach() for t in cce.trained_problem(N, V, D, dtype, device))
         for gradient, rung, backend in classifier_ways(device, dtype, D):
             if backend == "triton" and not (kernels and (gradient == "sparse" or not INTERPRETED)):
@@ -2558,8 +2561,8 @@ def check_slices(device="cpu", V=300, D=256, kernels=not INTERPRETED):
                 forge_classifier(1.0 * e, weight, x, state, reduction="sum", **options).backward()  # E has a graph
                 if way == "stash":
                     kinds = [type(factor) for factor in state.factors]
-                    exact = Classes if N == 24 else Whole
-                    base.require(kinds == [Listed if gradient == "sparse" else exact], f"{title}: kept {kinds}")
+                    small = Listed if gradient == "sparse" else Classes
+                    base.require(kinds == [small if N == 8 else Whole], f"{title}: kept {kinds}")
                     kept = [t for factor in state.factors for t in tensors_of(factor)]
                     base.require(not any(t.requires_grad for t in kept), f"{title}: a factor keeps the graph")
                     norm = handle.norm()

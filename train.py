@@ -740,10 +740,9 @@ def factor_sizes(config, tokens, args):
 
 def classifier_bytes(config, tokens, args):
     """Bytes of what a forged classifier holds until all of a step's tokens were seen: its gradient in fp32; or E and
-    targets, if they are enough smaller; or lists."""
+    targets, if those are enough smaller."""
     gradient, factors = 4 * config.vocab // args.tp * config.dim, (cut_dtype(args).itemsize * config.dim + 20) * tokens
-    price = 1 if args.loss == "cce-sparse" else forging.CLASSES_PRICE
-    return factors if price * factors <= gradient else gradient
+    return factors if forging.CLASSIFIER_PRICE * factors <= gradient else gradient
 
 
 def predict_memory(config, batch, accum, args, device, processes=1):
