@@ -69,6 +69,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -518,7 +519,8 @@ def column_linear(linear, group, sequence, **where):
 def row_linear(linear, group, sequence, **where):
     """Z = Y B^T cut by inputs: rank r has columns of Y and makes a part of the sum Z."""
     cut(linear, "weight", 1, group, **where)
-    linear.forward = lambda y: leave(type(linear).forward(linear, y), group, sequence)
+    linear.leave = functools.partial(leave, group=group, sequence=sequence)
+    linear.forward = lambda y: linear.leave(type(linear).forward(linear, y))
 
 
 def cut_embedding(embedding, group, sequence, **where):
@@ -1202,6 +1204,39 @@ def after(linear, made, make, *inputs):
         return linear(made)
 
 
+def gelu_back(h, gradient):
+    """gelu(h), and the gradient of h."""
+    made, back = torch.func.vjp(F.gelu, h)
+    return made, *back(gradient)
+
+
+class GeluLinear(torch.autograd.Function):
+    """gelu(h) W^T for h (..., K), W (M, K), which keeps h: backward makes gelu(h) again in the kernel that needs h
+    anyway. state, use: those of a forged weight (04), else None."""
+
+    @staticmethod
+    def forward(ctx, h, weight, gelu, gelu_back, state, use):
+        ctx.save_for_backward(h, weight)
+        ctx.rest = gelu_back, state, use, weight._version
+        return F.linear(gelu(h), weight.to(h.dtype))
+
+    @staticmethod
+    @once_differentiable
+    @cce.without_autocast
+    def backward(ctx, dy):
+        gelu_back, state, use, seen = ctx.rest
+        if state:
+            state.used(use, seen)
+        h, weight = ctx.saved_tensors
+        dY = dy.reshape(-1, len(weight))  # (N, M)
+        made, dh = gelu_back(h, (dY @ weight.to(dY.dtype)).view_as(h))  # dX is from before the step
+        product = forging.Product(dY, made.reshape(-1, weight.shape[1]))
+        if not cce.wanted(ctx, 1):
+            return dh, *[None] * 5
+        dW = forging.weight_update(state, product) if state else (product.dY.T @ product.X).to(weight.dtype)
+        return dh, dW, *[None] * 4
+
+
 def lean(model, compiled=True, remake=True, kernel=None):
     """Fuse what lies between the matrices of a GPT of 01, by torch.compile and turn_kernel, and with `remake` keep 10 D
     elements a token and layer in place of 18: the stream twice; q, k, v; attention's output; the MLP before its
@@ -1211,7 +1246,7 @@ def lean(model, compiled=True, remake=True, kernel=None):
     products' dtype. For training alone: without gradients, where shapes vary, the model runs as it was. 07's experts
     stay what they are. kernel: whether q and k are turned by turn_kernel (on GPUs with Triton)."""
     fuse = functools.partial(torch.compile, fullgraph=True, dynamic=False) if compiled else lambda function: function
-    norm, add_norm, gelu = map(fuse, (normed, add_normed, F.gelu))
+    norm, add_norm, gelu, back = map(fuse, (normed, add_normed, F.gelu, gelu_back))
     keep = after if remake else lambda linear, made, *_: linear(made)
     if kernel is None:
         kernel = base.HAS_TRITON and not base.INTERPRETED and model.cos.is_cuda
@@ -1221,6 +1256,14 @@ def lean(model, compiled=True, remake=True, kernel=None):
         if isinstance(x, tuple):
             return add_norm(*x, weight, forging.compute_dtype(x[0]))
         return x, norm(x, weight, forging.compute_dtype(x))
+
+    def gelu_linear(linear, h):
+        if not remake:
+            return linear(gelu(h))
+        state, inputs = getattr(linear, "forged", None), (h, linear.weight, gelu, back)
+        counted = functools.partial(forging.counted, GeluLinear, linear.weight, state)
+        y = counted(*inputs) if state else GeluLinear.apply(*inputs, None, None)
+        return linear.leave(y) if hasattr(linear, "leave") else y
 
     def onward(x, branch):
         return (x, branch) if remake else x + branch  # recompute() keeps what it is given
@@ -1237,7 +1280,7 @@ def lean(model, compiled=True, remake=True, kernel=None):
             return onward(x, block.mlp(block.norm2(x)))
         x, n = enter_norm((x, branch), block.norm2.weight)
         h = keep(block.up, n, norm, x, block.norm2.weight, n.dtype)
-        return onward(x, keep(block.down, gelu(h), gelu, h))
+        return onward(x, gelu_linear(block.down, h))
 
     def last(plain, x):
         return enter_norm(x, model.norm.weight)[1] if torch.is_grad_enabled() else plain(x)
@@ -3175,10 +3218,12 @@ def check_lean():
     device, T, layers, dim = base.default_device(), 12, 2, 96
     tokens = torch.randint(64, (2, T), generator=torch.Generator().manual_seed(0)).to(device)
     results, kept = {}, {}
-    for way in ("plain", "kept", "lean", *(["kernel"] if base.HAS_TRITON else [])):
+    for way in ("plain", "kept", "lean", "forged", *(["kernel"] if base.HAS_TRITON else [])):
         model = small_model(device, layers, dim, T)
         if way != "plain":
             lean(model, compiled=False, remake=way != "kept", kernel=way == "kernel")
+        if way == "forged":
+            forging.forge(model, forging.SGD(), data_parallel=1)  # not armed: gradients come out
         # Flash attention may add up in any order on a GPU; the plain one keeps other things.
         with sdpa_kernel(SDPBackend.MATH) if device.type == "cuda" else contextlib.nullcontext():
             kept[way], (E, _) = kept_bytes(lambda: (model(tokens), gc.collect()))  # noqa: B023  a kernel's cycles
@@ -3701,6 +3746,7 @@ BREAKS = {
     "no-correction": (check_context, "block_gradients", _no_correction),
     "unnormed-input": (check_lean, "after", lambda linear, made, make, *inputs, after=after: after(
         linear, made, lambda first, *others: first, *inputs)),
+    "relu-back": (check_lean, "gelu_back", lambda h, gradient: (F.gelu(h), gradient * (h > 0))),
     "turned-on": (check_lean, "turn", lambda qkv, parts, cos, sin, back, turn=turn: turn(
         qkv, parts, cos, -sin if back else sin, back)),
     "address-reused": (check_memory_instead, "on_death", lambda *arguments: None),
