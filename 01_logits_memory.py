@@ -355,7 +355,7 @@ class Block(nn.Module):
         return self.down(F.gelu(self.up(x)))
 
 
-GPT_FORMAT = 2  # of saved weights: 1 had all heads' q first in the rows of qkv, then all k, then all v
+GPT_FORMAT = 3  # of saved weights and what is saved with them
 
 
 class GPT(nn.Module):

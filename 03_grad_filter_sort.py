@@ -140,7 +140,7 @@ def load_checkpoint(folder, device):
     record = json.loads(files[-1].read_text())
     flags = record["flags"]
     if record.get("format") != base.GPT_FORMAT:
-        raise ValueError(f"--checkpoint {folder}: its weights are laid out as in an earlier version: train anew")
+        raise ValueError(f"--checkpoint {folder}: it is of another version of train.py: train anew")
     if flags.get("data"):
         raise ValueError(f"--checkpoint {folder}: trained on {flags['data']}: pass a model of the built-in corpus")
     model = base.GPT(base.GPTConfig(*(flags[name] for name in ("vocab", "seq", "layers", "heads", "dim"))))

@@ -683,7 +683,7 @@ class Sim:
             raise ValueError(f"size is {size}: use at least 1 worker")
         self.size, self.silent, self.bytes_sent = size, silent, 0.0
         self.ranks = self.members = tuple(range(size))
-        self.wishes, self.joined = {"join": []}, {}
+        self.wishes = {"join": []}
 
     def live(self, number, step):
         """(M,): 1, or 0 for the silent of a round; number -1 is no round."""
@@ -832,6 +832,10 @@ class Dist:
         else:
             work.wait()
 
+    def gone(self, rank):
+        """Whether the parent process has seen its end."""
+        return self.store.check([f"gone/{rank}"])
+
     def vote(self, good):
         """None if the round is aborted, else what was agreed on with it."""
         key = f"{self.prefix}{self.epoch}/{self.jobs}"
@@ -842,10 +846,12 @@ class Dist:
         elif self.store.add(f"{key}/arrived", 1) == (dist.get_world_size() if self.group else len(self.members)):
             self.commit(verdict)
         else:
-            try:
-                self.store.wait([verdict], self.wait(self.timeout))
-            except RuntimeError:
-                self.store.compare_set(verdict, "", no)
+            deadline = time.monotonic() + self.timeout
+            while not self.store.check([verdict]):
+                if time.monotonic() > deadline or any(map(self.gone, self.members)):
+                    self.store.compare_set(verdict, "", no)
+                with contextlib.suppress(RuntimeError):  # not there yet
+                    self.store.wait([verdict], self.wait(0.2))
         notes = json.loads(self.store.get(verdict))
         if notes is not None:
             self.handled = notes["handled"]
@@ -889,8 +895,7 @@ class Dist:
             self.store.set(f"{key}here/{self.rank}", "")
             old, deadline = self.members, time.monotonic() + self.grace
             expected = {*old, *joining} or {self.rank}
-            gone = lambda r: self.store.check([f"gone/{r}"])  # noqa: E731  the parent saw its end
-            while old and time.monotonic() < deadline and not all(here(r) or gone(r) for r in expected):
+            while old and time.monotonic() < deadline and not all(here(r) or self.gone(r) for r in expected):
                 time.sleep(0.01)
             if old:
                 joined = {r: self.joined.get(r, step) for r in sorted(expected) if here(r)}

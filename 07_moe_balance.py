@@ -216,12 +216,13 @@ class Balance:
             total = total + self.coefficient * balance_loss(routing, self.seen if self.kind == "global" else counts)
         return total
 
-    def step(self):
-        """Move the biases; returns the step's max_violation of each layer, (layers,) fp64. ValueError before loss()."""
+    def step(self, move=True):
+        """Move the biases, unless the step is left out; returns its max_violation of each layer, (layers,) fp64.
+        ValueError before loss()."""
         if self.seen is None:
             raise ValueError("no loss() since the last step(): call it after each forward pass")
         seen, self.seen = self.seen, None
-        if self.kind == "bias":
+        if move and self.kind == "bias":
             for layer, counts in zip(self.layers, seen, strict=True):
                 layer.bias += self.rate * (counts.double().mean() - counts).sign()
         return max_violation(seen)

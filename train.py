@@ -18,9 +18,9 @@ What it shows
     --optimizer forge-cce (04, the default): with --clip 0 every matrix is updated inside backward, the classifier in
     the loss itself, so that no gradient of a matrix is ever there. Clipping (the default: a batch of odd text can have
     a gradient a hundred times as long as its neighbours') and --accum need the norm or the sum of all gradients first:
-    then what the gradients are products of is kept, while that is smaller, else they are. forge: the layers' matrices
-    alone, embedding and classifier by an ordinary AdamW; adamw: everything by that. --states says in what precision
-    forged weights and moments are kept.
+    until that is known each matrix keeps the factors of its gradient (04), or the gradient itself where that is
+    smaller. forge: the layers' matrices alone, embedding and classifier by an ordinary AdamW; adamw: everything by
+    that. --states says in what precision forged weights and moments are kept.
     --sync diloco (06, the default of several processes): each is a worker that trains alone for --inner-steps steps and
     then sends how far it came; no gradient is ever summed, so forge works. The other methods of 06 send less, or later,
     or to fewer. Validation, sample and checkpointed model are the weights that the workers agree on; a step's loss is
@@ -28,7 +28,7 @@ What it shows
     ddp: gradients are summed each step, by adamw.
     --moe E (07): E experts in place of each MLP, each token through its best --top-k, of a width at which it meets as
     many weights as in the dense model. --balance keeps their loads alike. With --sync ddp the experts are spread over
-    the processes (--ep-policy); other processes have all of them.
+    the processes (--ep-policy); under any other --sync each process has all of them.
     --tp K (05): a worker is K neighbouring processes, each with a part of every matrix, of the classes too, and all of
     the worker's tokens; the loss is then cce-exact or cce-filter. Works under every --sync; experts are not cut so.
     --compile (05's lean(), the default on GPUs): one kernel each for what lies between matrices, and norms and
@@ -45,8 +45,8 @@ What happens to real runs
 What stays the same whatever the number of processes
     --batch counts the sequences of one step over ALL processes and micro-batches. Sequence i of step s is number
     s * batch + i of a shuffled order that depends on --seed alone, so with the same --batch, --accum and, with --sync
-    ddp, --gpus and --tp only cut the same step into parts: the losses agree to rounding (sparse gradients to their
-    error, and but for --balance micro, which is of a process's tokens). The position in the data is the step number.
+    ddp, --gpus and --tp only cut the same step into parts: the losses agree to rounding. (Sparse gradients agree to
+    their error; --balance micro is about each process's own tokens.) The position in the data is the step number.
     (Without --batch, a GPU run takes up to 64 sequences a process, so there two GPUs take larger steps than one.)
 
 Defaults come from --preset, and that from the device. Checkpoints restore the flags they were made with, except those
@@ -71,6 +71,7 @@ import shutil
 import signal
 import statistics
 import sys
+import tempfile
 import time
 import zlib
 from pathlib import Path
@@ -101,9 +102,7 @@ PRESETS = {
     "gpt2-medium": dict(layers=24, dim=1024, heads=16, seq=1024, batch=None, steps=300, lr=6e-4, tokens="bigrams"),
 }
 MODEL_FLAGS = ("preset", "layers", "dim", "heads", "seq", "vocab", "tokens")  # fixed by a checkpoint,
-# as are these; what they were before they were flags
-STATE_FLAGS = {"optimizer": "adamw", "states": "fp32", "sync": "ddp", "inner_steps": None, "outer": None, "moe": 0,
-               "top_k": None}
+STATE_FLAGS = ("optimizer", "states", "sync", "inner_steps", "outer", "moe", "top_k")  # as are these
 # The outer step's rate and momentum in runs of fewer rounds than this; from there on the method's own. DiLoCo's 0.7 and
 # 0.9 add up to seven times what workers did, ten rounds late: more than a short run can make good. Streaming keeps half
 # of a worker's own way with each fragment, and bears more (see README).
@@ -113,6 +112,7 @@ BETAS, WEIGHT_DECAY, MIN_LR = (0.9, 0.95), 0.1, 0.1  # AdamW; the cosine ends at
 BALANCE, BIAS_RATE = 3e-2, 3e-3  # of experts: the loss's coefficient, a bias's step; large ones, for short runs
 WARMUP = 50  # steps, also in short runs: AdamW's second moment averages 20, and a full rate before that makes it spike
 SKIPS = 5  # steps that --on-nan skip leaves out in a row before it gives up
+PATIENCE = 300  # seconds until workers apart go on without one that says nothing
 KEEP = 2  # checkpoints on disk: if the newest is damaged, the one before it is tried
 
 
@@ -317,11 +317,12 @@ def decode(ids, tokens):
 class World:
     """This process's place among all of them. One process is a world of its own, without torch.distributed.
 
-    A worker is one process, or `tp` neighbours that share a model's matrices and see the same tokens: the group `tp`.
-    data: the processes, one a worker, that have the same part of the model. parts: the group over which parameters with
-    a `cut` are spread: `tp`, or for experts everybody; else None. sync: 06's Sync of workers that train apart, who may
-    get fewer; else None. balance: 07's Balance, else None. scratch: the folder of --offload on a CPU, else None.
-    late: it was started in the place of one that was killed, and takes its seat: its share of the data."""
+    A worker is one process, or `tp` neighbours that share a model's matrices and see the same tokens: the group `tp`,
+    of which this process is number `place`. seat: the number by which a worker takes its share of a step's sequences:
+    its own, or, of a late one, started in the place of a worker that was killed, that one's. data: the processes, one a
+    worker, that have the same part of the model. parts: the group over which parameters with a `cut` (05, 07) are
+    spread: `tp`, or for experts everybody; else None. sync: 06's Sync of workers that train apart, who may get fewer;
+    else None. balance: 07's Balance, else None. scratch: the folder of --offload on a CPU, else None."""
 
     def __init__(self, device, tp=1):
         rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -366,10 +367,7 @@ class World:
         return int(value)
 
     def barrier(self):
-        if self.sync:
-            self.totals(0)
-        elif self.size > 1:
-            dist.barrier()
+        self.totals(0)
 
 
 def make_config(args):
@@ -378,15 +376,11 @@ def make_config(args):
     return mixture.GPTConfig(*shape, args.moe, args.top_k) if args.moe else base.GPTConfig(*shape)
 
 
-LOSSES = {
-    "cce": functools.partial(filtering.linear_cross_entropy, gradient="auto"),
-    "cce-exact": cce.linear_cross_entropy,
-    "cce-filter": functools.partial(filtering.linear_cross_entropy, gradient="filter", filter="dE"),
-    "cce-sparse": functools.partial(filtering.linear_cross_entropy, gradient="sparse"),
-    "reference": base.linear_cross_entropy_reference,
-}
-DECIDING = ("cce", "cce-sparse")  # have statistics of what they decided
 FORGED = {"cce": "auto", "cce-exact": "exact", "cce-sparse": "sparse"}  # losses whose classifier can be forged
+LOSSES = {name: functools.partial(filtering.linear_cross_entropy, gradient=how) for name, how in FORGED.items()}
+LOSSES["cce-filter"] = functools.partial(filtering.linear_cross_entropy, gradient="filter", filter="dE")
+LOSSES["reference"] = base.linear_cross_entropy_reference
+DECIDING = ("cce", "cce-sparse")  # have statistics of what they decided
 CANDIDATES = 32  # entries of the tail that a row lists, for the prediction of memory
 # What the cut losses may take on a GPU beyond dE and dC. A few per cent of a step's memory; with it the gradient goes
 # over tokens and saves a matrix pass. On a CPU (None) their blocks are as large as its cache.
@@ -412,18 +406,16 @@ def loss_sum(model, x, y, args, stats):
 
 @contextlib.contextmanager
 def scratch(args, world):
-    """A block in which --offload on a CPU has a folder for its files, in --out."""
+    """A block in which --offload on a CPU has a folder for its files: in --out, or elsewhere for a dry run."""
     if args.offload and args.device == "cpu":
-        world.scratch = Path(args.out, f"offload.{world.rank}")
+        world.scratch = Path(tempfile.mkdtemp() if args.dry_run else args.out, f"offload.{world.rank}")
         shutil.rmtree(world.scratch, ignore_errors=True)  # of a run that was killed
-        world.scratch.mkdir(parents=True)
+        world.scratch.mkdir()
     try:
         yield
     finally:
         if world.scratch:
-            shutil.rmtree(world.scratch, ignore_errors=True)
-            with contextlib.suppress(OSError):
-                world.scratch.parent.rmdir()  # a dry run leaves nothing
+            shutil.rmtree(world.scratch.parent if args.dry_run else world.scratch, ignore_errors=True)
 
 
 def cut_dtype(args):
@@ -441,12 +433,15 @@ def loss_plan(N, V, D, args, device):
 
 
 def has_kernels(device):
-    return device.type == "cuda" and base.HAS_TRITON and not base.INTERPRETED
+    """Whether Triton's kernels run there. A GPU that is not present, of --plan, is taken for one with all of them."""
+    present = torch.cuda.is_available()
+    return device.type == "cuda" and (not present or base.HAS_TRITON and not base.INTERPRETED)
 
 
 def fetches(device, D, args):
     """Whether Hopper's kernels run: 02's v4, and those of 03."""
-    return has_kernels(device) and args.dtype == "bf16" and D % 8 == 0 and cce.is_hopper(device)
+    hopper = has_kernels(device) and (not torch.cuda.is_available() or cce.is_hopper(device))
+    return hopper and args.dtype == "bf16" and D % 8 == 0
 
 
 def share(count, world, accum, micro):
@@ -520,8 +515,8 @@ def all_reduce_gradients(model, world):
     """Data parallelism: every worker gets the sum of all gradients, hence makes the same update. Those of experts that
     are spread over the processes are sums already."""
     if world.workers > 1:
-        done = spread if world.parts is not world.tp else lambda p: False
-        world.sum(*(p.grad for p in model.parameters() if not done(p)), group=world.data)
+        experts = world.parts is not world.tp  # what is spread are they
+        world.sum(*(p.grad for p in model.parameters() if not (experts and spread(p))), group=world.data)
 
 
 def spread(p):
@@ -564,13 +559,13 @@ class Optimizer:
         elif self.forged:
             self.forged.arm(lr, step)
 
-    def finish(self, *values):
-        """The rest of the step, after all gradients. Returns 03's Readback of `values`, tensors of one number, and of
-        the gradients' norm: its copy starts before the weights are written (forged ones, with --clip 0, are by then).
-        With --on-nan skip, which waits for it, nothing is written if a number is not finite."""
-        norm = self.norm()
+    def finish(self, norm, *values):
+        """The rest of the step, after all gradients, whose norm this is. Returns 03's Readback of `values`, tensors of
+        one number, and of the norm: its copy starts before the weights are written (forged ones, with --clip 0, are by
+        then). With --on-nan skip, which waits for it, nothing is written if a number is not finite: `taken`."""
         reading = filtering.Readback(torch.stack([v.detach().double() for v in (*values, norm)]))
-        if not self.skips or all(map(math.isfinite, reading.read())):
+        self.taken = not self.skips or all(map(math.isfinite, reading.read()))
+        if self.taken:
             if self.waits:
                 self.forged.release(*self.at, self.clip, self.parameters, norm)
             elif self.clip:
@@ -619,7 +614,6 @@ class Optimizer:
 
     def load_state_dict(self, saved, whole=True):
         """The state of torch's AdamW follows the order of its parameters."""
-        saved = saved if "ordinary" in saved else dict(ordinary=saved)  # before there was a choice
         groups = self.ordinary.state_dict()["param_groups"]
         part = functools.partial(own_part, group=self.group if whole else None)
         self.ordinary.load_state_dict(dict(state=self.states(saved["ordinary"], part), param_groups=groups))
@@ -672,7 +666,7 @@ def validate(model, data, world, args, device):
     """Mean loss over a fixed set: the first windows of the validation part, up to 65,536 tokens (1 Mi on a GPU)."""
     count = min(len(data.val), max(1, (1 << 20 if device.type == "cuda" else 1 << 16) // args.seq))
     if args.ep_policy:  # all processes have to come to each exchange, with as many windows
-        count -= count % world.size
+        count = max(1, count // world.size) * world.size
     size = max(1, args.batch // (world.workers * args.accum))
     mine = range(count)[world.members.index(world.worker) :: len(world.members)]
     total = torch.zeros((), dtype=torch.float64, device=device)
@@ -898,10 +892,13 @@ def save_checkpoint(out, step, model, optimizer, args, data, world):
             return save_checkpoint(out, step, model, optimizer, args, data, world)
     if world.main:
         saved = {k: v for k, v in vars(args).items() if k not in NOT_SAVED}
-        record = dict(step=step, flags=saved, data=data.digest, workers=others, tp=args.tp, format=base.GPT_FORMAT)
+        record = dict(step=step, flags=saved, data=data.digest, packages=world.device.type == "cuda", workers=others,
+                      tp=args.tp, format=base.GPT_FORMAT)
         record["crc32"] = checksum(record, buffer.getbuffer())
         base.replace_atomically(name.with_suffix(".json"), json.dumps(record, indent=1).encode())
-        for old in checkpoint_files(out)[KEEP:]:
+        files = checkpoint_files(out)
+        kept = [file for file in files if file.stem <= name.stem][:KEEP]  # newer ones are damaged: this run fell back
+        for old in set(files) - set(kept):
             old.unlink()
             for file in [old.with_suffix(".pt"), *Path(out).glob(f"{old.stem}.worker*.pt")]:
                 file.unlink(missing_ok=True)
@@ -909,7 +906,7 @@ def save_checkpoint(out, step, model, optimizer, args, data, world):
 
 def checksum(record, tensors):
     """Over the record (less its own checksum) and the bytes of the tensors: one number for the pair."""
-    rest = {k: record[k] for k in ("step", "flags", "data", "workers", "tp", "format") if k in record}
+    rest = {k: record[k] for k in ("step", "flags", "data", "packages", "workers", "tp", "format")}
     return zlib.crc32(json.dumps(rest, sort_keys=True).encode(), zlib.crc32(tensors))
 
 
@@ -922,9 +919,10 @@ def find_checkpoint(out):
         path = file.with_suffix(".pt")
         try:
             record = json.loads(file.read_text())
-            workers = record.get("workers", [])
-            others = [zlib.crc32(worker_file(path, i).read_bytes()) for i in range(1, 1 + len(workers))]
-            if checksum(record, path.read_bytes()) == record["crc32"] and others == workers:
+            if record.get("format") != base.GPT_FORMAT:
+                raise ValueError("it is of another version of this program")
+            others = [zlib.crc32(worker_file(path, i).read_bytes()) for i in range(1, 1 + len(record["workers"]))]
+            if checksum(record, path.read_bytes()) == record["crc32"] and others == record["workers"]:
                 break
             problem = "its checksum differs"
         except (ValueError, KeyError, TypeError, OSError) as error:
@@ -932,8 +930,6 @@ def find_checkpoint(out):
         print(f"{path}: damaged ({problem}): trying the one before it", file=sys.stderr)
     else:
         raise ValueError(f"{out}: no checkpoint is whole: start anew with another --out")
-    if record.get("format") != base.GPT_FORMAT:
-        raise ValueError(f"{path}: its weights are laid out as in an earlier version: start anew with another --out")
     return record, path
 
 
@@ -1021,9 +1017,9 @@ class Log:
         if world.main and args.log:
             path = Path(args.log)
             kept = []  # a resumed run repeats the steps after its checkpoint: their old rows go, and a torn one
-            for row in path.read_text().splitlines(True) if args.resume and path.exists() else ():
+            for row in path.read_text().splitlines(True) if path.exists() else ():
                 try:
-                    if not row.endswith("\n") or json.loads(row)["step"] > start:
+                    if not row.endswith("\n") or json.loads(row)["step"] > start or not args.resume:
                         break
                 except (ValueError, KeyError, TypeError):
                     raise ValueError(f"--log {path}: holds other rows than this program's: name another") from None
@@ -1047,10 +1043,11 @@ class Log:
         elif self.world.main and (step % self.every == 0 or final):
             print(text, flush=True)
 
-    def say(self, text):
-        """A line of its own, by one process."""
-        if self.world.main:
-            print(("\n" if self.open_line else "") + text, flush=True)
+    def say(self, text, every_worker=False):
+        """A line of its own, by one process, or by one of each worker."""
+        if self.world.main or every_worker and self.world.place == 0:
+            who = "" if self.world.main else f"worker {self.world.worker}, "
+            print(("\n" if self.open_line else "") + who + text, flush=True)
             self.open_line = False
 
 
@@ -1086,8 +1083,8 @@ def describe_run(config, data, world, args, device, start):
         factors, gradients, _, _ = factor_sizes(config, mine, args)
         enough = mine * gradients / factors
         yield f"        a step's factors {factors / MIB:,.0f} MiB, gradients {gradients / MIB:,.0f} MiB (layers): " + (
-            f"factors are kept, the smaller up to {enough:,.0f} tokens" if mine <= enough else
-            f"beyond {enough:,.0f} tokens gradients are kept, as AdamW would; with --clip 0 and --accum 1 nothing is"
+            f"factors are kept, which are smaller up to {enough:,.0f} tokens" if mine <= enough else
+            f"gradients are kept, smaller beyond {enough:,.0f} tokens; with --clip 0 and --accum 1 neither is"
         )
     if args.recompute:
         yield "        a layer keeps its input only and runs again in backward: a third more of its FLOPs"
@@ -1171,7 +1168,7 @@ def run(args):
     if method:
         several = world.workers > 1
         number = world.rank if world.late else None
-        transport = low_comm.Dist(device, 300, rank=number, group=world.data) if several else low_comm.Sim(1)
+        transport = low_comm.Dist(device, PATIENCE, rank=number, group=world.data) if several else low_comm.Sim(1)
         if optimizer.forged:
             states = optimizer.forged.states.values()
             flat.adopt((s.weight, s.tensors["master"]) for s in states if "master" in s.tensors)
@@ -1258,38 +1255,41 @@ def train(model, optimizer, data, config, world, args, device, start, stop):
         loss = accumulate_gradients(model, feed, step, world, args, device, stats, alive)
         done, sync = step + 1, world.sync
         loss = loss.double()
-        values = torch.stack((loss, torch.full_like(loss, stop.number)))  # a fill: a copy from here would wait
+        norm = optimizer.norm()
+        # A fill, as a copy from here would wait; and 0, or NaN if a gradient is not finite.
+        values = torch.stack((loss, torch.full_like(loss, stop.number), norm - norm))
         if not sync:
-            world.sum(values)  # the loss over all processes, and whether any of them was told to stop
-        reading = optimizer.finish(*values)
-        uneven = world.balance.step().max() if world.balance else torch.tensor(0.0)  # the worst layer's
-        loss, stopped, norm = reading.read()  # the step's one wait, but for experts' exchanges
-        bad = not (math.isfinite(loss) and math.isfinite(norm))
+            world.sum(values)  # the loss over all processes, and whether any of them was told to stop, or is spoilt
+        reading = optimizer.finish(norm, *values)
+        uneven = world.balance.step(optimizer.taken).max() if world.balance else torch.tensor(0.0)  # the worst layer's
+        loss, stopped, spoilt, norm = reading.read()  # the step's one wait, but for experts' exchanges
+        bad = not (math.isfinite(loss) and math.isfinite(spoilt))
         skipped = skipped + 1 if bad else 0
+        what = f"step {step + 1}: loss {loss}, gradient norm {norm}"
         if bad and skipped <= most:
-            log.say(f"step {step + 1}: loss {loss}, gradient norm {norm}: skipped")
+            log.say(f"{what}: skipped", every_worker=bool(sync))
         if sync:  # nothing is asked of the others between rounds; a round tells all of them who wants to stop
             if wrong or bad and skipped > most:  # in each step until the halt: moments and weights stay NaN
-                wrong = wrong or f"loss {loss}, gradient norm {norm}"
+                wrong = wrong or f"worker {world.worker}, {what}"
                 sync.surrender(wrong)
             if stop.number and not announced:
                 announced = True
                 log.say("stopping after the next round")
                 sync.transport.ask("stop", str(int(stop.number)))
-            if world.late:  # all that it did so far gives way to what the others have
+            if world.late:  # what it did so far gives way to what the others have, who are in their sync.step() now
                 sync.join()
                 print(f"worker {world.worker} goes on for {world.seat}, from step {sync.steps}", flush=True)
                 world.late = False
             else:
                 sync.step()
+                ask = sync.method.inner_steps is None  # with no rounds to ask in, ask now and then
+                while ask and sync.steps % 50 == 0:
+                    with contextlib.suppress(low_comm.Rejoined):  # then it is where the others are, and asks with them
+                        world.barrier()
+                        ask = False
             done = sync.steps  # of the others, if this worker was lost and has come back
-            if sync.method.inner_steps is None and done % 50 == 0:
-                world.barrier()  # with no rounds to ask in, ask now and then
             if done == args.steps:
                 sync.finish()
-            if "halt" in sync.notes:
-                return diverged(done, sync.notes["halt"])
-            stopped = int(sync.notes.get("stop", 0))
         else:
             loss /= world.size if args.sync == "none" else args.tp  # with ddp workers' losses are parts of a sum
             if bad and skipped > most:
@@ -1323,26 +1323,32 @@ def train(model, optimizer, data, config, world, args, device, start, stop):
         if stats.decision not in told and args.loss in DECIDING:
             told.add(stats.decision)
             log.say(f"step {done}: gradient of the loss {stats.decision}: {stats.reason}")
-        evaluate = done == args.steps or args.eval_every and done % args.eval_every == 0
-        evaluate = evaluate and not args.dry_run
-        keep = done == args.steps or args.save_every and done % args.save_every == 0
-        try:
-            if stopped or keep:
-                finite = all(p.isfinite().all() for p in model.parameters())
-                if world.totals(bool(wrong) or not finite)[0]:
-                    return diverged(done, wrong or "the update left weights that are not finite")
-            if stopped:
-                save(done)
-                go_on = "" if args.dry_run else f"; go on with: {resume_command(args, world)}"
-                log.say(f"stopped after step {done}{go_on}")
-                return 128 + int(stop.number or (stopped if sync else signal.SIGTERM))
-            if evaluate and not math.isfinite(val_loss := validation(done)):
-                return diverged(done, f"validation loss {val_loss}")
-            if keep:
-                save(done)
-        except low_comm.Rejoined:  # the others have gone on meanwhile
-            done = sync.steps
-        step = done
+        while step != done:
+            try:
+                if sync and "halt" in sync.notes:
+                    return diverged(done, sync.notes["halt"])
+                stopped = int(sync.notes.get("stop", 0)) if sync else stopped
+                evaluate = done == args.steps or args.eval_every and done % args.eval_every == 0
+                evaluate = evaluate and not args.dry_run
+                keep = done == args.steps or args.save_every and done % args.save_every == 0
+                if stopped or keep:
+                    finite = all(p.isfinite().all() for p in model.parameters())
+                    if world.totals(bool(wrong) or not finite)[0]:
+                        return diverged(done, wrong or "the update left weights that are not finite")
+                if stopped:
+                    save(done)
+                    go_on = "" if args.dry_run else f"; go on with: {resume_command(args, world)}"
+                    log.say(f"stopped after step {done}{go_on}")
+                    return 128 + int(stop.number or (stopped if sync else signal.SIGTERM))
+                if evaluate and not math.isfinite(val_loss := validation(done)):
+                    return diverged(done, f"validation loss {val_loss}")
+                if keep:
+                    save(done)
+                step = done
+            except low_comm.Rejoined:  # lost and back, where the others' sync.step() ends: what follows it follows here
+                done = sync.steps
+                if done == args.steps:
+                    sync.finish()
     if start < args.steps:
         if not args.dry_run:
             log.say(f"saved   {args.out}, step {args.steps}")
@@ -1382,6 +1388,9 @@ def compare_memory(config, model, optimizer, alive, world, args, device):
 # ==== 6. A plan, for GPUs that need not be here =======================================================================
 
 
+PLANNED = ("plan", "gpus", "batch", "accum", "preset", "device", "dry_run")  # flags that a plan's own replace
+
+
 def print_plan(args, argv):
     """--plan: the fastest plans of 05's planner; then the flags of the fastest that this program can carry out, which
     cuts by batch and by matrix alone, with the way to synchronise that 06 says the link bears."""
@@ -1406,6 +1415,8 @@ def print_plan(args, argv):
         sizes |= dict(H=low_comm.METHODS[sync].inner_steps, fragments=3) if sync != "ddp" else {}
         share, needed = low_comm.utilisation(speed, way, **sizes), low_comm.needed_bandwidth(way, 0.9, **sizes)
         mesh = f"dp {one.dp} x tp {one.tp}{', recomputed' * one.recompute}"
+        if one.dp == 1:
+            break
         print(f"--sync {sync:<10}{share:>5.0%}  {needed / 1e9:>6,.1f} Gbit/s  ({mesh})")
         if share >= 0.9:
             break
@@ -1417,9 +1428,9 @@ def print_plan(args, argv):
     words += [f"--batch {batch}"] + [f"--accum {accum}"] * (accum > 1) + [f"--preset {args.preset}"]
     parser = make_parser()
     for name, value in vars(parser.parse_args(argv)).items():  # what else was asked for
-        if value != parser.get_default(name) and name not in ("plan", "gpus", "batch", "accum", "preset"):
-            values = value if isinstance(value, list) else [] if value is True else [value]
-            words += [f"--{name.replace('_', '-')}", *(shlex.quote(str(v)) for v in values)]
+        if value != parser.get_default(name) and name not in PLANNED:
+            values = value if isinstance(value, list) else [] if isinstance(value, bool) else [value]
+            words += [f"--{'no-' * (value is False)}{name.replace('_', '-')}", *(shlex.quote(str(v)) for v in values)]
     print("type:", *words)
     return 0
 
@@ -1444,9 +1455,9 @@ def feasible(plans, config, batch, gib, args, sync):
 
 # ==== 7. The command line =============================================================================================
 
-NOT_SAVED = ("resume", "dry_run", "out", "sample", "gpus", "tp", "recompute", "offload", "plan", "ep_policy", "device",
-             "log", "checkpoint", "start", "data_digest", "processes", "torchrun", "why_dtype", "why_loss",
-             "why_optimizer")
+NOT_SAVED = ("resume", "dry_run", "out", "sample", "gpus", "tp", "compile", "recompute", "offload", "plan",
+             "ep_policy", "device", "log", "checkpoint", "start", "data_digest", "processes", "torchrun", "why_dtype",
+             "why_loss", "why_optimizer")
 
 
 class Parser(argparse.ArgumentParser):
@@ -1524,9 +1535,6 @@ def parse(argv):
     if args.resume:
         record, path = find_checkpoint(args.out)
         asked = args
-        if "moe" not in record["flags"]:
-            record["flags"].pop("top_k", None)  # it was --sample-top then
-        record["flags"] = STATE_FLAGS | record["flags"]
         parser.set_defaults(**record["flags"])
         args = parser.parse_args(argv)
         args.start, args.checkpoint, args.data_digest = record["step"], str(path), record["data"]
@@ -1543,15 +1551,17 @@ def parse(argv):
     if args.dry_run:
         args.steps, args.log = args.start + trial, None
     args.torchrun = "TORCHELASTIC_RUN_ID" in os.environ or ("RANK" in os.environ and "WORLD_SIZE" in os.environ)
-    if args.torchrun and args.gpus:
+    if args.torchrun and args.gpus is not None:
         raise ValueError("--gpus: under torchrun, its --nproc-per-node says how many processes there are: drop --gpus")
     present = torch.cuda.device_count()
-    args.gpus = args.gpus or (1 if args.torchrun else max(1, args.tp))
+    args.gpus = args.gpus if args.gpus is not None else 1 if args.torchrun else max(1, args.tp)
     wanted = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if args.torchrun else args.gpus
     planned = args.plan is not None
     on_gpus = planned or args.device == "cuda" or args.device is None and (present > 0 or args.gpus > 1)
     chosen = [f"--{name}" for name in ("sync", "optimizer", "tp", "recompute", "offload", "moe")
               if planned and getattr(args, name) not in (None, False, 1, 0)]
+    if planned and args.resume:
+        raise ValueError("--plan with --resume: a plan is for a new run: drop --resume")
     if chosen:
         raise ValueError(f"--plan with {', '.join(chosen)}: it chooses flags, for a dense model: drop {chosen[0]}")
     if on_gpus and wanted > present and not planned:
@@ -1590,7 +1600,7 @@ def parse(argv):
     args.states = args.states or "fp32"
     choose_experts(args, processes)
     if args.compile is None:
-        args.compile = args.device == "cuda" and base.HAS_TRITON and not base.INTERPRETED
+        args.compile = has_kernels(torch.device(args.device))
     for name in ("steps", "save_every", "eval_every", "clip", "lr", "temperature", "sample_tokens", "seed"):
         if not 0 <= getattr(args, name) < 2**63:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}: must not be negative (nor past 2^63)")
@@ -1652,7 +1662,8 @@ def choose_optimizer(args, workers):
     summed = workers > 1 and args.sync == "ddp"
     if summed and forging_asked:
         raise ValueError(f"{asked} with --sync ddp, which sums gradients that forge never makes: use --sync diloco"
-                         + (", or --optimizer adamw" if args.optimizer else ", or drop --states"))
+                         + (", or start anew with another --out" if args.resume else
+                            ", or --optimizer adamw" if args.optimizer else ", or drop --states"))
     if args.optimizer == "forge-cce" and args.loss not in FORGED:
         raise ValueError(f"--optimizer forge-cce with --loss {args.loss}: it takes {', '.join(FORGED)}: use forge")
     if args.optimizer:
@@ -1677,8 +1688,8 @@ def choose_sync(args, workers, record):
         least = max(1, method.fragments, method.delay or 0)
         if args.inner_steps < least:
             raise ValueError(f"--inner-steps {args.inner_steps}: --sync {sync} needs at least {least}")
-    if record and record["flags"].get("sync") in low_comm.METHODS:
-        saved, tp = 1 + len(record.get("workers", [])), record.get("tp", 1)
+    if record and record["flags"]["sync"] in low_comm.METHODS:
+        saved, tp = 1 + len(record["workers"]), record["tp"]
         idle = args.steps <= (record["step"] if tp == args.tp else 0)
         if (saved, tp) != (args.processes, args.tp) and not idle:
             there, here = (f"{n // k} worker(s)" + f" of {k} processes each" * (k > 1)
@@ -1775,8 +1786,10 @@ def guarded(function, *args):
         return function(*args)
     except (ValueError, OSError) as error:
         print(f"train.py: {error}", file=sys.stderr)
-    except torch.OutOfMemoryError:
-        print("train.py: out of GPU memory: use a smaller --batch, or the same with more --accum", file=sys.stderr)
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+            raise
+        print("train.py: out of memory: use a smaller --batch, or the same with more --accum", file=sys.stderr)
     return 2
 
 
