@@ -492,6 +492,24 @@ def test_checkpoint_shows_the_phenomenon(tmp_path):
     result = python("03_grad_filter_sort.py", "--checkpoint", tmp_path / "out")
     assert result.returncode == 0 and "are above 2^-12" in result.stdout, result.stdout + result.stderr
     assert in_process("03_grad_filter_sort", "--checkpoint", tmp_path / "nothing").returncode == 2
+    file, path = max((tmp_path / "out").glob("step_*.json")), tmp_path / "out"
+    record, asked = json.loads(file.read_text()), []
+    assert record["packages"] == (DEVICE.type == "cuda")
+    text = base.Corpus(None, np.arange(99, dtype=np.uint8), 256, 1, "")
+    for packages in (False, True, None):  # held out as train.py held it out; None: a record of before
+        record |= dict(packages=packages)
+        file.write_text(json.dumps({k: v for k, v in record.items() if v is not None}))
+        assert train.find_checkpoint(path)[0]["step"] == record["step"]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(base, "corpus", lambda *args, **options: asked.append((args, options)) or text)
+            gfs.load_checkpoint(path, torch.device("cpu"))
+    assert asked == [(("bytes",), dict(packages=packages)) for packages in (False, True, False)]
+
+
+def test_checkpoint_with_experts_is_one_line(tmp_path):
+    assert train.main(["--preset", "cpu", *TINY, "--moe", "4", "--out", str(tmp_path / "out")]) == 0
+    result = in_process("03_grad_filter_sort", "--checkpoint", tmp_path / "out")
+    assert result.returncode == 2 and result.stderr.count("\n") == 1 and "a model with experts" in result.stderr
 
 
 @needs_gpu

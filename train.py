@@ -899,7 +899,8 @@ def save_checkpoint(out, step, model, optimizer, args, data, world):
             return save_checkpoint(out, step, model, optimizer, args, data, world)
     if world.main:
         saved = {k: v for k, v in vars(args).items() if k not in NOT_SAVED}
-        record = dict(step=step, flags=saved, data=data.digest, workers=others, tp=args.tp, format=base.GPT_FORMAT)
+        record = dict(step=step, flags=saved, data=data.digest, workers=others, tp=args.tp, format=base.GPT_FORMAT,
+                      packages=world.device.type == "cuda")  # of the corpus; not in the checksum
         record["crc32"] = checksum(record, buffer.getbuffer())
         base.replace_atomically(name.with_suffix(".json"), json.dumps(record, indent=1).encode())
         for old in checkpoint_files(out)[KEEP:]:
