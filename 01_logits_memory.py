@@ -10,9 +10,9 @@ The puzzle
     copies that a straightforward loss makes, the same step holds 48 GiB. 02 removes the buffer. This file counts
     first: what takes memory, how we know, and how far PyTorch alone gets.
 
-The maths                                                             N tokens, D hidden width, V vocabulary
-    logits[n, v] = E[n] . C[v] + bias[v]                              E (N, D) embeddings, C (V, D) classifier
-    lse[n]       = log sum_v exp(logits[n, v])                        x (N,)  targets
+The maths                                          N tokens, D hidden width, V vocabulary, x (N,) targets
+    logits[n, v] = E[n] . C[v] + bias[v]           E (N, D) final hidden states (the paper: embeddings)
+    lse[n]       = log sum_v exp(logits[n, v])     C (V, D) classifier (the output embedding, lm_head)
     loss[n]      = lse[n] - logits[n, x[n]]
     d loss[n] / d logits[n, v] = softmax(logits[n])[v] - [v == x[n]]
 
@@ -66,6 +66,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -170,12 +171,6 @@ def materialised_bytes(N, V):
     return 3 * 4 * N * V
 
 
-def reference_bytes(N, V, D, itemsize):
-    """The same for the reference above, whose steps are separate: three fp32 (N, V) buffers (exp of the shifted logits,
-    its gradient, the gather's gradient), and fp32 copies of E and C when those are 16 bits wide."""
-    return 3 * 4 * N * V + (4 * (N + V) * D if itemsize < 4 else 0)
-
-
 def chunked_bytes(N, V, D, chunk, itemsize):
     """Peak of the chunked loss: dE and an fp32 accumulator for dC, and of the chunk either three fp32 copies of its
     logits (inside log_sum_exp) or its gradient, a 16-bit copy of that, and the product that is added to dC."""
@@ -184,8 +179,9 @@ def chunked_bytes(N, V, D, chunk, itemsize):
 
 
 class ModelShape(NamedTuple):
-    """A published model: vocabulary V, hidden width D, layers L, parameter count; and, where we have it, what the
-    paper's Table A3 prints for it: tokens a batch with and without logits."""
+    """A published model: vocabulary V, hidden width D, layers L; params as the paper counts them, buffers included
+    (GPT-2: 124,439,808 and 12 causal masks of 1024^2); and, where we have it, what its Table A3 prints: tokens a batch
+    with and without logits."""
 
     name: str
     vocab: int
@@ -242,7 +238,8 @@ def drop_ignored(loss, E, C, targets, ignore_index=-100):
 
 class _ChunkedLoss(torch.autograd.Function):
     """The gradient of a mean needs nothing from backward but one scalar, so it can be formed chunk by chunk in forward,
-    while the chunk's logits are at hand: three matrix passes instead of four, no logits kept."""
+    while the chunk's logits are at hand: three matrix products of 2 N V D FLOP (logits, dE, dC), as many as with the
+    logits kept. Making them again in backward would take four (02)."""
 
     @staticmethod
     def forward(ctx, E, C, targets, chunk, ignore_index):
@@ -267,6 +264,7 @@ class _ChunkedLoss(torch.autograd.Function):
         return loss
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         dE, dC = ctx.saved_tensors
         return dE * grad, dC * grad, None, None, None
@@ -280,7 +278,8 @@ def token_weights(kept):
 def chunked_linear_cross_entropy(E, C, targets, *, chunk=1024, ignore_index=-100):
     """Mean loss with `chunk` rows of logits alive at a time. E (N, D), C (V, D), targets (N,); scalar fp32.
 
-    The approach of torchtune and Liger Kernel (arXiv 2410.10989). ValueError on arguments that do not fit."""
+    Differentiable once. The approach of torchtune and Liger Kernel (arXiv 2410.10989). ValueError on arguments that do
+    not fit."""
     check_arguments(E, C, targets)
     check_target_range(targets, C.shape[0], ignore_index)
     if E.dim() != 2 or E.dtype != C.dtype:
@@ -315,7 +314,7 @@ class GPTConfig:
 
 
 def rotate(x, cos, sin):
-    """x (B, T, H, D/H): turn each pair (i, i + half) by its position's angle; cos, sin (T, 1, D/H/2); 2104.09864."""
+    """x (B, T, H, D/H), cos, sin (T, 1, D/H/2): turn pairs (i, i + half) by the position's angle, arXiv 2104.09864."""
     a, b = x.chunk(2, -1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), -1)
 
@@ -454,7 +453,7 @@ def activation_bytes(config, tokens, autocast=False, fused_norm=False):
     return tokens * config.dim * (config.layers * layer + (norms + 1) * 4) + copies
 
 
-# ==== 5. What every stage imports: ledger, clock, byte counter, processes, command line ===============================
+# ==== 5. Predictions beside measurements: ledger, clock, byte counter, device =========================================
 
 
 class Ledger:
@@ -613,6 +612,11 @@ def default_device():
     return torch.device("cuda" if HAS_CUDA else "cpu")
 
 
+# ==== 6. Several processes (first used by 05; skip it on a first reading) =============================================
+
+LAST_MOMENT = 10  # seconds to end in: of a replacement when all others have, of all when the parent is gone
+
+
 def join_group(device, timeout=600):
     """Join the torch.distributed group of the environment (RANK, WORLD_SIZE, ...): NCCL on "cuda", gloo on "cpu"."""
     options = dict(timeout=datetime.timedelta(seconds=timeout))
@@ -646,9 +650,6 @@ def _rank_main(index, first, seat, fn, ranks, port, device, timeout, args):
     fn(*args)
     if dist.is_initialized():
         dist.destroy_process_group()  # not after an error: the others may be inside a collective
-
-
-LAST_MOMENT = 10  # seconds to end in: of a replacement when all others have, of all when the parent is gone
 
 
 def spawn(fn, ranks, device="cpu", args=(), timeout=300, grace=30, spare=0, late=0, replace=False):
@@ -729,10 +730,7 @@ def spawn(fn, ranks, device="cpu", args=(), timeout=300, grace=30, spare=0, late
     return lost
 
 
-def require(condition, message):
-    """A check that `python -O` does not remove."""
-    if not condition:
-        raise AssertionError(message)
+# ==== 7. The command line of a stage ==================================================================================
 
 
 class _Tee(io.StringIO):
@@ -787,7 +785,8 @@ def publish(stage, text, command, device, path, headlines):
 
 
 def run_break(namespace, name):
-    """Plant bug `name` of namespace["BREAKS"] and run the one check that must catch it; 1 when it does, else 0."""
+    """Plant bug `name` of namespace["BREAKS"] and run the one check that must catch it; 1 when it does, 0 when not, 2
+    when anything but the check fails."""
     check, attribute, bug = namespace["BREAKS"][name]
     namespace[attribute] = bug
     on_device = "device" in inspect.signature(check).parameters
@@ -797,6 +796,10 @@ def run_break(namespace, name):
         lines = str(error).strip().splitlines()
         print(f"--break {name}: caught by {check.__name__}: {lines[0] if lines else 'assertion'}")
         return 1
+    except Exception as error:
+        said = [type(error).__name__, *str(error).strip().splitlines()[:1]]
+        print(f"--break {name}: {check.__name__} broke down: {': '.join(said)}", file=sys.stderr)
+        return 2
     print(f"--break {name}: NOT caught by {check.__name__}")
     return 0
 
@@ -814,7 +817,8 @@ def stage_parser(doc, namespace, add_arguments=None):
 def run_stage(file, doc, namespace, body, following, add_arguments=None):
     """The command line of a stage: --break, --readme, and body(device, ledger, args); returns the exit status.
 
-    0 when every check and claim holds, 1 when one fails (or a planted bug is caught), 2 for bad input."""
+    0 when every check and claim holds, 1 when one fails (or a planted bug is caught), 2 for bad input (or when
+    anything but the check fails)."""
     stage = Path(file).stem
     args = stage_parser(doc, namespace, add_arguments).parse_args()
     if args.bug:
@@ -841,7 +845,24 @@ def run_stage(file, doc, namespace, body, following, add_arguments=None):
     return 0 if ledger.ok else 1
 
 
-# ==== 6. Checks: what main() and the tests run. Each --break plants one bug that one of them must catch ===============
+# ==== 8. Checks: what main() and the tests run. Each --break plants one bug that one of them must catch ===============
+
+
+def require(condition, message):
+    """A check that `python -O` does not remove."""
+    if not condition:
+        raise AssertionError(message)
+
+
+def must_raise(words, action, kind=ValueError):
+    """action() has to raise an error of this kind, one line with these words."""
+    try:
+        action()
+    except kind as error:
+        message = str(error)
+    else:
+        message = "no error"
+    require(words in message and "\n" not in message, f"expected an error about {words!r}, got: {message}")
 
 
 def random_problem(N, V, D, dtype=torch.float64, device="cpu", seed=0, ignored=0.25, bias=True, scale=1.0):
@@ -963,7 +984,7 @@ BREAKS = {
 }
 
 
-# ==== 7. Measurements =================================================================================================
+# ==== 9. Measurements =================================================================================================
 
 
 def measure_ladder(device, ledger, N, V, D):

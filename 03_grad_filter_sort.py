@@ -1,11 +1,11 @@
 """03 - Gradient filtering, vocabulary sorting, and sparse gradients: most of a trained softmax is too small to matter.
 
 The problem in one number
-    A trained model gives a few words in a thousand a probability above 2^-12. 02 remakes all N x V logits in backward
-    and puts all of them through two matrix products: four passes, or three with gigabytes to spare. The gradient at the
-    end of this file takes one, and a half of one for the rest. At N = 8192, V = 256,000, D = 2304, on data with a Zipf
-    law, it is off by 0.9 % in dE and 0.5 % in dC (12 % in dC's rows of classes that are no target, which are small);
-    where it is estimated to be off by more than 2 %, it is not used.
+    A trained model gives fewer than one word in a thousand a probability above 2^-12. Yet 02 takes four matrix passes
+    over all N x V logits (forward, the logits again, dE, dC), or three where there are gigabytes to spare. The sparse
+    gradient of section 6 takes the time of one and a half. At N = 8192, V = 256,000, D = 2304, on data with a Zipf law,
+    it is off by 0.9 % in dE and 0.5 % in dC (12 % in dC's rows of classes that are no target, which are small);
+    gradient="auto" does not use it where it is estimated to be off by more than 2 %.
 
 The maths                                          p[n, v] = exp(E[n] . C[v] - lse[n]), G = p - onehot, eps a threshold
     rule "element" (the paper's)   drop a tile if every |G| in it is below eps
@@ -27,7 +27,7 @@ What is lost
 
 How to launch
     python 03_grad_filter_sort.py                         trains a small model, shows the phenomenon, checks, measures
-    python 03_grad_filter_sort.py --checkpoint out        the same of a model of train.py, on held-out text
+    python 03_grad_filter_sort.py --checkpoint out        shows the phenomenon and measures, on a model of train.py
     python 03_grad_filter_sort.py --break forget-targets  plant a bug and watch its check fail (exit status 1)
     python 03_grad_filter_sort.py --shape 8192 128256 4096
 
@@ -141,11 +141,13 @@ def load_checkpoint(folder, device):
     flags = record["flags"]
     if record.get("format") != base.GPT_FORMAT:
         raise ValueError(f"--checkpoint {folder}: it is of another version of train.py: train anew")
+    if flags.get("moe"):
+        raise ValueError(f"--checkpoint {folder}: a model with experts: pass a dense one")
     if flags.get("data"):
         raise ValueError(f"--checkpoint {folder}: trained on {flags['data']}: pass a model of the built-in corpus")
     model = base.GPT(base.GPTConfig(*(flags[name] for name in ("vocab", "seq", "layers", "heads", "dim"))))
     model.load_state_dict(torch.load(files[-1].with_suffix(".pt"), map_location="cpu", weights_only=True)["model"])
-    text = base.corpus(flags["tokens"], limit=16 * MIB).val
+    text = base.corpus(flags["tokens"], packages=record.get("packages", False)).val  # cut as train.py did
     wanted = 8192 if device.type == "cuda" else 1024  # tokens
     count = min(max(1, wanted // flags["seq"]), (len(text) - 1) // flags["seq"])
     tokens = torch.from_numpy(text[: count * flags["seq"] + 1].astype(np.int64)).to(device)
@@ -191,9 +193,9 @@ def filter_bytes(N, V, D, device, dtype, workspace=None, which="both"):
     return 8 * V + max(held, buffers + held // 2)
 
 
-# And of rung 3, beyond the one pass: four small ones over the head's columns, three over the survey's rows; for each
-# candidate a row of C and one of E, fetched in what ENTRY_COST entries of a dense pass take; and some two hundred small
-# kernels, FIXED_COST multiply-adds' worth of time (3 ms) on a GPU. Both constants were measured on an H200.
+# And of the sparse gradient (section 6), beyond the one pass: four small ones over the head's columns, three over the
+# survey's rows; for each candidate a row of C and one of E, fetched in what ENTRY_COST entries of a dense pass take;
+# and 200 small kernels, FIXED_COST multiply-adds' worth of time (3 ms) on a GPU. Both were measured on an H200.
 ENTRY_COST = 400
 FIXED_COST = {"cuda": 1.2e12, "cpu": 0.0}
 
@@ -224,7 +226,7 @@ def sparse_bytes(N, V, D, dtype, capacity, sink=False):
     b, H = dtype.itemsize, head_size(V)
     results, lists = b * (N + (0 if sink else V)) * D, 8 * capacity
     surveyed = 5 * b * min(SAMPLE, N) * V // 2  # p, what is dropped of it, and pieces of both on top of each other
-    forward = lists + min(SLAB, N * V // 8) + 2 * 4 * N * math.ceil(V / TILE_V)
+    forward = lists + min(BAND_BYTES, N * V // 8) + 2 * 4 * N * math.ceil(V / TILE_V)
     width = 4 if sink else b  # of the head's dC
     split = 0 if sink else 4 * H * D  # cuBLAS splits the sum for a 16-bit dC
     head = lists + 4 * N * D + b * H * (N + D) + width * H * D + split
@@ -452,7 +454,7 @@ def scatter_listed(dC, classes, G, E, keep, unit):
     )
 
 
-# ==== 6. Rung 3: a dense head, a sparse tail, one pass over the logits ================================================
+# ==== 6. The sparse gradient: a dense head, a sparse tail, one pass over the logits ===================================
 
 # Tiles are a coarse sieve: one entry that matters keeps 32,768. A sieve for entries needs lse, to know which matter,
 # BEFORE the pass that makes them. A lower bound will do, and the head of the vocabulary gives one:
@@ -468,7 +470,7 @@ def scatter_listed(dC, classes, G, E, keep, unit):
 #   survey        some rows, all classes. Picks the head: the largest mean p. Says how dropped probability is spread
 #                 over the tail, q, and where it points, q C; how much there will be, and what that leaves: a forecast
 #   lower bound   lse over the head, or the target's logit if larger: where logit < bound + log eps, p < eps
-#   forward       ONE pass: partial lse, and a bit for each candidate, in slabs of the vocabulary; a slab's bits become
+#   forward       ONE pass: partial lse, and a bit for each candidate, in bands of the vocabulary; a band's bits become
 #                 lists of (row, class), row by row, and are forgotten
 #   head          G, dE and dC of 4096 columns, by 02's functions
 #   row pass      fetch the rows of C that a row lists: logit, p (now with lse), the entry of G, dE += entry * C[v].
@@ -482,16 +484,16 @@ def scatter_listed(dC, classes, G, E, keep, unit):
 # another adds to, and sums have a fixed order: two runs give the same bits.
 
 HEAD, SAMPLE, CHECKED = 4096, 128, 32  # classes of the head; rows of the survey, rows looked at again in backward
-SLAB = 64 * MIB  # bytes of bits alive at a time
+BAND_BYTES = 64 * MIB  # of bits alive at a time
 SPARSE_EPS = 2**-12  # in any dtype: what is below is not thrown away but approximated
 MAX_ERROR, MAX_DROPPED = 0.02, 0.5  # gradient="auto" goes so far; beyond a half, the correction IS the gradient
 
 
 class Survey(NamedTuple):
     """head (H,) classes, ascending; prior q (V,), 0 in the head; mean_tail (D,) = q C. What the correction leaves: of a
-    row of dE, residual (), a length per unit of dropped probability; of dC, drift (2, R, R), see class_drift, between
-    the rows (R,) of the sample. forecast (4,): of a row's candidates and dropped probability the mean; relative error
-    of dE; 0, since that of dC is not known yet."""
+    row of dE, residual (), a length per unit of dropped probability; of dC, drift (2, R, R), what is left and
+    the doubt about q (class_drift), for pairs of the sample's rows (R,). forecast (4,): of a row's candidates and
+    dropped probability the mean; relative error of dE; 0, since that of dC is not known yet."""
 
     head: torch.Tensor
     prior: torch.Tensor
@@ -561,10 +563,17 @@ def times_rows(C, *parts):
     return out
 
 
+# Row n drops d_n (V,), in all m_n = sum(d_n); the correction puts m_n q there, so r_n = d_n - m_n q is left of it.
+#   dC  is off by A = sum_n g_n r_n E_n^T, so ||A||_F^2 = sum_{n,n'} g_n g_n' (r_n . r_n') (E_n . E_n').
+#       From a sample of R of N rows: N/R times the terms n = n', and (N/R)^2 times the others.
+#       q comes from the sample, too. Its variance is estimated by that of its halves, ((q_even - q_odd) / 2)^2, which
+#       adds (N/R)^2 ||(q_even - q_odd) / 2||^2 sum_{n,n'} g_n g_n' m_n m_n' (E_n . E_n').
+#   dE  is off by g_n r_n C in row n, whose length is taken as |g_n| m_n residual.
+
+
 def class_drift(dropped, m, e, eps):
-    """Terms of the squared length of what the correction leaves of dC, which is the sum of g[n] d[n] x E[n] with d[n] =
-    dropped - m[n] q, for pairs of rows (R, V), m (R,), e (R, D), but for their g. (2, R, R): (d . d') (E . E'); and, as
-    q is known from a sample only, m m' (E . E') times the square of half the difference between its halves' q."""
+    """The two terms of ||A||^2, but for g, of pairs of the sample's rows, (2, R, R): what is left, (r . r') (E . E'),
+    and the doubt about q, ||(q_even - q_odd) / 2||^2 m m' (E . E'). dropped (R, V) is d / eps; m (R,), e (R, D)."""
     K, alike, m = eps**2 * times_rows(dropped.T, dropped).double(), e.double() @ e.double().T, m.double()  # (R, R) each
     a, total = K.sum(0), m.sum().clamp(min=1e-30)  # a = total * (q . dropped)
     left = K - (torch.outer(m, a) + torch.outer(a, m)) / total + torch.outer(m, m) * a.sum() / total**2
@@ -608,8 +617,8 @@ class Readback:
 
 
 class Entries(NamedTuple):
-    """Candidates of the tail: rows, classes (capacity,) int32 (unused places: class V), in slabs of the vocabulary, row
-    by row; first, last (slabs, N): where a row's begin and end; count (): how many there are, or would be with more
+    """Candidates of the tail: rows, classes (capacity,) int32 (unused places: class V), in bands of the vocabulary, row
+    by row; first, last (bands, N): where a row's begin and end; count (): how many there are, or would be with more
     room. In blocked PyTorch their logits instead of first and last."""
 
     rows: torch.Tensor
@@ -795,7 +804,7 @@ def list_kernel(
 @triton.jit
 def row_pass_kernel(
     dE, E, C, targets, lse, lse_head, g_softmax, g_target, mean_tail, classes, first, last, values, dropped,
-    N, D, stride_e, stride_c, slabs, capacity, eps, BLOCK_D: tl.constexpr, ENTRIES: tl.constexpr, STAGES: tl.constexpr,
+    N, D, stride_e, stride_c, bands, capacity, eps, BLOCK_D: tl.constexpr, ENTRIES: tl.constexpr, STAGES: tl.constexpr,
 ):
     """Row program_id(0) of dE (N, D), values of its entries, and dropped (N,). An entry's row of C, in registers, gives
     the logit and, a moment later, its part of dE: it is fetched once."""
@@ -807,9 +816,9 @@ def row_pass_kernel(
     row_lse, x = tl.load(lse + row), tl.load(targets + row)
     row_g, row_target = tl.load(g_softmax + row), tl.load(g_target + row)
     kept = tl.zeros((ENTRIES,), tl.float32)
-    for slab in range(slabs):
-        stop = tl.minimum(tl.load(last + slab * N + row), capacity)
-        for i in tl.range(tl.load(first + slab * N + row), stop, ENTRIES, num_stages=STAGES):
+    for band in range(bands):
+        stop = tl.minimum(tl.load(last + band * N + row), capacity)
+        for i in tl.range(tl.load(first + band * N + row), stop, ENTRIES, num_stages=STAGES):
             place = i + tl.arange(0, ENTRIES)
             v = tl.load(classes + place, mask=place < stop, other=0)
             at = C + v.to(tl.int64)[:, None] * stride_c + depth[None, :]
@@ -901,7 +910,7 @@ def listed_entries(E, C, x, threshold, head, capacity):
     in_head = torch.zeros(-(-V // TILE_V) * TILE_V, **ints).index_fill_(0, head, 1)
     head_words = (in_head.view(-1, 32) << torch.arange(32, **ints)).sum(1, dtype=torch.int32)  # (V / 32,)
     rows, classes = torch.empty(capacity, **ints), torch.full((capacity,), V, **ints)
-    width = max(TILE_V, 8 * SLAB // N // TILE_V * TILE_V)
+    width = max(TILE_V, 8 * BAND_BYTES // N // TILE_V * TILE_V)
     count, partial, first, last = torch.zeros((), dtype=torch.int64, device=device), [], [], []
     for start, stop in cce.pieces(V, width):
         tall = -(-(stop - start) // TILE_V)
@@ -1067,7 +1076,7 @@ class _SparseCrossEntropy(torch.autograd.Function):
             write_columns(dC, columns, 0, unit, backend=how.backend)
             dC = dC.to(C.dtype)
         last = stats.serial == ctx.call  # else the statistics speak of a later call
-        refused = refusal(*answer.read(), E, V, how._replace(passes=math.inf))  # what it would cost, it has cost
+        refused = refusal(*answer.read(), E, V, how._replace(passes=math.inf))  # inf: its time is spent already
         if refused is None:
             if last:
                 stats.measured, stats.dropped = measured, m
@@ -1088,9 +1097,8 @@ class _SparseCrossEntropy(torch.autograd.Function):
 def errors_left(E, C, x, counted, g_softmax, weight, found, eps, dE, norm_C):
     """Relative errors of dE (N, D), and of dC, of length norm_C or more. g is g_softmax (N,), weight (N,) is g m.
 
-    dE: what a unit of dropped probability leaves is known from the sample; it is measured again on the rows that lose
-    most, which a sample may have missed. dC: pairs of the sample's rows, with this call's g; each row pairs with itself
-    once, with others as many times as often as there are more rows than in the sample."""
+    The formulas stand above class_drift. dE's residual is measured again on the rows that lose most, which the sample
+    may have missed."""
     most = torch.sort(weight.abs(), descending=True, stable=True).indices[:CHECKED]  # (R,)
     p = probabilities(E[most], C)  # (R, V)
     dropped = dropped_part(p, found.head, x[most].unsqueeze(1), eps, product_dtypes(E)[1])  # (R, V)
@@ -1521,7 +1529,7 @@ def dense_sparse(E, C, x, found, keep, g, h):
 def check_sparse(device="cpu", dtype=torch.float32, lse_weight=0.0, seed=0, names=None):
     """Loss, gradients and dropped probability of what is hard, against the same rule on dense logits in fp64, by 02's
     three-way rule: rows that lie in the tail, a class that every row lists, classes that no row lists, entries that lie
-    on the threshold, ignored rows. In several slabs; two runs give the same bits."""
+    on the threshold, ignored rows. In several bands; two runs give the same bits."""
     for name, (E, C, x, eps) in adversarial_problems(device, dtype, seed=seed).items():
         if names and name not in names:
             continue
@@ -1532,7 +1540,7 @@ def check_sparse(device="cpu", dtype=torch.float32, lse_weight=0.0, seed=0, name
         for backend in filter_backends(device, dtype, E.shape[1]):
             runs = []
             for _ in range(1 if backend == "triton" and INTERPRETED and name != "a Zipf law" else 2):
-                with mock.patch.dict(globals(), SLAB=1):
+                with mock.patch.dict(globals(), BAND_BYTES=1):
                     loss, *lse, stats = linear_cross_entropy(
                         E, C, x, gradient="sparse", filter_eps=eps, return_stats=True, reduction="none",
                         backend=backend, return_lse=lse_weight > 0,
@@ -1752,14 +1760,8 @@ def check_bad_input(device="cpu"):
              "max_error": dict(max_error=0.1), "max_error is 0": dict(gradient="auto", max_error=0),
              "no bias": dict(gradient="sparse", bias=b), "no softcap": dict(gradient="sparse", softcap=2.0),
              "rule": dict(gradient="auto", rule="element")}
-    for word, options in cases.items():
-        try:
-            linear_cross_entropy(E, C, x, **{"gradient": "filter"} | options)
-        except ValueError as problem:
-            message = str(problem)
-        else:
-            message = "no error"
-        base.require(word in message and "\n" not in message, f"wrong {word}: {message}")
+    for words, options in cases.items():
+        base.must_raise(words, functools.partial(linear_cross_entropy, E, C, x, **{"gradient": "filter"} | options))
 
 
 CHECKS = [check_filter, check_kernels, check_autograd_modes, check_order, check_permutation, check_nothing_dropped]
@@ -1982,8 +1984,7 @@ HEADLINES = {  # what README shows of a run: 01's chosen_lines
 
 
 def body(device, ledger, args):
-    if args.shape and min(args.shape) < 1:
-        raise ValueError(f"--shape {args.shape}: N, V and D must be at least 1")
+    shape = cce.asked_shape(args, device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     if args.checkpoint:
         E, C, x, name = load_checkpoint(args.checkpoint, device)
@@ -2000,7 +2001,6 @@ def body(device, ledger, args):
     show_phenomenon(E, C, "the model of the exact gradient")
     print()
     measure(device, ledger, E.to(dtype), C.to(dtype), x, "that model")
-    shape = args.shape or (device.type == "cuda" and cce.gpu_shape())
     if shape:
         measure(device, ledger, *cce.trained_problem(*shape, dtype, device), "data with a Zipf law (02)")
         few = ("exact (02)", "mass 2^-11", "sparse", "auto")
@@ -2010,8 +2010,9 @@ def body(device, ledger, args):
 
 
 def add_arguments(parser):
-    parser.add_argument("--shape", nargs=3, type=int, metavar=("N", "V", "D"), help="shape of the measured problem")
-    parser.add_argument("--checkpoint", metavar="DIR", help="only the phenomenon, on a model that train.py saved there")
+    cce.add_arguments(parser)
+    parser.add_argument("--checkpoint", metavar="DIR", help="no training, no checks: show the phenomenon and measure "
+                        "on a model that train.py saved there")
 
 
 if __name__ == "__main__":

@@ -80,14 +80,9 @@ cce = importlib.import_module("02_cce_kernel")
 filtering = importlib.import_module("03_grad_filter_sort")
 forging = importlib.import_module("04_fused_optimizer")
 
-if base.HAS_TRITON:
-    import triton
-    import triton.language as tl
-else:  # the kernel below is defined, never run
-    triton, tl = SimpleNamespace(jit=lambda kernel: kernel), SimpleNamespace(constexpr=None)
-
 TIMEOUT = 20  # seconds: of a collective, and for all ranks to come
-MIB, require, on_death = base.MIB, base.require, base.on_death
+MIB, require, must_raise, on_death = base.MIB, base.require, base.must_raise, base.on_death
+triton, tl = cce.triton, cce.tl
 
 
 # ==== 1. Groups: who talks to whom, and the few ways to talk ==========================================================
@@ -2670,15 +2665,6 @@ def as_good(name, dtype, got, peer, exact, more=0.0):
     for key, want in exact.items():
         slack = torch.finfo(dtype).eps * dist.get_world_size() + more
         cce.require_as_good(f"{name}, {dtype}: {key}", got[key], peer[key], want, slack)
-
-
-def must_raise(words, action, kind=ValueError):
-    try:
-        action()
-    except kind as error:
-        require(words in str(error), f"the message should say {words!r}: {error}")
-        return
-    raise AssertionError(f"should have raised {kind.__name__}: {words}")
 
 
 @on_ranks

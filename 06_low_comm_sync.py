@@ -69,15 +69,9 @@ from torch import nn
 base = importlib.import_module("01_logits_memory")
 cce = importlib.import_module("02_cce_kernel")
 forging = importlib.import_module("04_fused_optimizer")
-HAS_TRITON, MIB, require, fma = base.HAS_TRITON, base.MIB, base.require, forging.fma
+HAS_TRITON, MIB, require, must_raise = base.HAS_TRITON, base.MIB, base.require, base.must_raise
+triton, tl, fma = cce.triton, cce.tl, forging.fma
 fused_multiply_add, nearest_integer = cce.fused_multiply_add, forging.nearest_integer
-
-if HAS_TRITON:
-    import triton
-    import triton.language as tl
-else:  # the kernels below are defined, never run
-    triton = SimpleNamespace(jit=lambda kernel: kernel, cdiv=lambda a, b: -(-a // b))
-    tl = SimpleNamespace(constexpr=lambda value: value)
 
 BLOCK = 128  # numbers that share a scale; every parameter starts at a multiple of it
 CHUNK, KEPT = 4096, 64  # top-k: of each CHUNK numbers the KEPT largest, 1.6 %
@@ -2054,16 +2048,6 @@ def check_one_byte(device="cpu", M=3):
     late = OneByte(Flat(models[M:]), Sim(1), lr=0.01, scale=40.0)
     late.replay(spsa.history)
     require(late.fingerprint()[0] == hashes[0], "who replays the bytes gets other weights")
-
-
-def must_raise(words, action):
-    """The action raises a ValueError with these words."""
-    try:
-        action()
-    except ValueError as error:
-        require(words in str(error), f"says '{error}', not '{words}'")
-    else:
-        raise AssertionError(f"no error about '{words}'")
 
 
 def check_misuse():

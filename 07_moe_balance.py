@@ -56,7 +56,6 @@ import math
 import os
 import statistics
 import sys
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -71,17 +70,9 @@ cce = importlib.import_module("02_cce_kernel")
 forging = importlib.import_module("04_fused_optimizer")
 parallel = importlib.import_module("05_parallelism")
 HAS_TRITON, INTERPRETED, MIB, require = base.HAS_TRITON, base.INTERPRETED, base.MIB, base.require
-load_tile, dot, tile_at = cce.load_tile, cce.dot, cce.tile_at
+triton, tl, load_tile, dot, tile_at = cce.triton, cce.tl, cce.load_tile, cce.dot, cce.tile_at
 on_ranks, in_ranks, here, mesh, Row = parallel.on_ranks, parallel.in_ranks, parallel.here, parallel.mesh, parallel.Row
 size, rank_in, shares, sent = parallel.size, parallel.rank_in, parallel.shares, parallel.sent
-
-if HAS_TRITON:
-    import triton
-    import triton.language as tl
-    from triton.tools.tensor_descriptor import TensorDescriptor
-else:  # the kernels below are defined, never run
-    triton = SimpleNamespace(jit=lambda kernel: kernel)
-    tl = SimpleNamespace(constexpr=lambda value: value)
 
 
 # ==== 1. Routing: which experts a token goes to =======================================================================
@@ -421,8 +412,8 @@ def experts_product(x, W, rows, transposed=False, backend="auto", out=None):
     operands = x, W
     if fetched:
         block = [options["BLOCK_K"], options["BLOCK_M"]] if transposed else [options["BLOCK_M"], options["BLOCK_K"]]
-        operands = (TensorDescriptor.from_tensor(x, [options["BLOCK_R"], options["BLOCK_K"]]),
-                    TensorDescriptor.from_tensor(W, block))
+        operands = (cce.TensorDescriptor.from_tensor(x, [options["BLOCK_R"], options["BLOCK_K"]]),
+                    cce.TensorDescriptor.from_tensor(W, block))
     product_kernel[cce.programs(x)](
         *operands, out, rows.tiles(len(x), options["BLOCK_R"]), M, K, x.stride(0), W.stride(0),
         TRANSPOSED=transposed, FETCHED=fetched, **options
@@ -440,8 +431,8 @@ def experts_gradient(dy, x, rows, dtype=None, backend="auto"):
     out = torch.empty(E * M, K, dtype=dtype, device=x.device)
     operands, fetched = (dy, x), cce.takes_descriptors(dy, x)
     if fetched:
-        operands = (TensorDescriptor.from_tensor(dy, [options["BLOCK_R"], options["BLOCK_M"]]),
-                    TensorDescriptor.from_tensor(x, [options["BLOCK_R"], options["BLOCK_K"]]))
+        operands = (cce.TensorDescriptor.from_tensor(dy, [options["BLOCK_R"], options["BLOCK_M"]]),
+                    cce.TensorDescriptor.from_tensor(x, [options["BLOCK_R"], options["BLOCK_K"]]))
     tiles = triton.cdiv(M, options["BLOCK_M"]) * triton.cdiv(K, options["BLOCK_K"])  # of an expert
     gradient_kernel[(E * tiles,)](
         *operands, out, rows.begin, rows.by_size, M, K, dy.stride(0), x.stride(0), FETCHED=fetched, **options

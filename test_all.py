@@ -108,8 +108,24 @@ def test_planted_bug_is_caught(stage, bug, capsys, monkeypatch):
     assert status == 1 and f"--break {bug}: caught by check_" in output, output
 
 
+def test_bug_that_breaks_more_than_its_check_is_not_caught(capsys, monkeypatch):
+    """Status 1 says that the check failed. A crash is one line, and status 2."""
+    monkeypatch.setitem(vars(base), "reduce_loss", base.reduce_loss)  # it is put back afterwards
+    monkeypatch.setitem(base.BREAKS, "crash", (base.check_all_ignored, "reduce_loss", lambda loss: loss))
+    assert base.run_break(vars(base), "crash") == 2
+    output, errors = capsys.readouterr()
+    assert not output and errors.startswith("--break crash: check_all_ignored broke down: TypeError: "), errors
+    assert errors.count("\n") == 1
+
+
 def test_unknown_break_is_bad_input():
     assert in_process("01_logits_memory", "--break", "nothing").returncode == 2
+
+
+@pytest.mark.parametrize("stage", ["02_cce_kernel", "03_grad_filter_sort"])
+def test_shape_of_nothing_is_bad_input(stage):
+    result = in_process(stage, "--shape", 8, 0, 8)
+    assert result.returncode == 2 and result.stderr == f"{stage}.py: --shape [8, 0, 8]: N, V and D must be at least 1\n"
 
 
 @pytest.mark.parametrize("check", base.CHECKS, ids=lambda check: check.__name__)
@@ -125,6 +141,25 @@ def test_reference_and_chunked_on_more_shapes(seed):
 
 def test_peak_bytes():
     base.check_peak_bytes(DEVICE)
+
+
+def forged_layer(E, C, x):
+    layer = torch.nn.Linear(*C.T.shape, bias=False, device=C.device)
+    forging.forge(layer, forging.AdamW())
+    return torch.nn.functional.cross_entropy(layer(E), x)
+
+
+@pytest.mark.parametrize("loss", [
+    base.chunked_linear_cross_entropy, cce.linear_cross_entropy,
+    functools.partial(cce.linear_cross_entropy, reduction="sum", workspace=0),
+    *(functools.partial(gfs.linear_cross_entropy, gradient=name) for name in ("filter", "sparse")), forged_layer,
+], ids=["chunked", "over tokens", "over the vocabulary", "filter", "sparse", "layer"])
+def test_second_derivatives_raise(loss):
+    """Where backward is written by hand, they would lack what it takes for constant."""
+    E, C, _, x = base.random_problem(20, 31, 8, torch.float32, DEVICE, bias=False)
+    dE = torch.autograd.grad(loss(E, C, x).square(), E, create_graph=True)[0]
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dE.sum().backward()
 
 
 def test_corpus_is_the_same_every_time_and_split_by_file():
@@ -457,6 +492,24 @@ def test_checkpoint_shows_the_phenomenon(tmp_path):
     result = python("03_grad_filter_sort.py", "--checkpoint", tmp_path / "out")
     assert result.returncode == 0 and "are above 2^-12" in result.stdout, result.stdout + result.stderr
     assert in_process("03_grad_filter_sort", "--checkpoint", tmp_path / "nothing").returncode == 2
+    file, path = max((tmp_path / "out").glob("step_*.json")), tmp_path / "out"
+    record, asked = json.loads(file.read_text()), []
+    assert record["packages"] == (DEVICE.type == "cuda")
+    text = base.Corpus(None, np.arange(99, dtype=np.uint8), 256, 1, "")
+    for packages in (False, True, None):  # held out as train.py held it out; None: a record of before
+        record |= dict(packages=packages)
+        file.write_text(json.dumps({k: v for k, v in record.items() if v is not None}))
+        assert train.find_checkpoint(path)[0]["step"] == record["step"]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(base, "corpus", lambda *args, **options: asked.append((args, options)) or text)
+            gfs.load_checkpoint(path, torch.device("cpu"))
+    assert asked == [(("bytes",), dict(packages=packages)) for packages in (False, True, False)]
+
+
+def test_checkpoint_with_experts_is_one_line(tmp_path):
+    assert train.main(["--preset", "cpu", *TINY, "--moe", "4", "--out", str(tmp_path / "out")]) == 0
+    result = in_process("03_grad_filter_sort", "--checkpoint", tmp_path / "out")
+    assert result.returncode == 2 and result.stderr.count("\n") == 1 and "a model with experts" in result.stderr
 
 
 @needs_gpu

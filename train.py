@@ -758,7 +758,7 @@ def predict_memory(config, batch, accum, args, device, processes=1):
     layer = 0 if not forged else max(layer, rows.bytes) if both else layer
     dtype = cut_dtype(args)
     if args.loss == "reference":
-        loss = base.reference_bytes(N, V, D, 4)
+        loss = base.materialised_bytes(N, V)
     else:
         plan, beyond = loss_plan(N, config.vocab, D, args, device), 0
         if args.loss == "cce-filter":
