@@ -147,7 +147,7 @@ def load_checkpoint(folder, device):
         raise ValueError(f"--checkpoint {folder}: trained on {flags['data']}: pass a model of the built-in corpus")
     model = base.GPT(base.GPTConfig(*(flags[name] for name in ("vocab", "seq", "layers", "heads", "dim"))))
     model.load_state_dict(torch.load(files[-1].with_suffix(".pt"), map_location="cpu", weights_only=True)["model"])
-    text = base.corpus(flags["tokens"], packages=record.get("packages", False)).val  # cut as train.py did
+    text = base.corpus(flags["tokens"], packages=record["packages"]).val  # cut as train.py did
     wanted = 8192 if device.type == "cuda" else 1024  # tokens
     count = min(max(1, wanted // flags["seq"]), (len(text) - 1) // flags["seq"])
     tokens = torch.from_numpy(text[: count * flags["seq"] + 1].astype(np.int64)).to(device)

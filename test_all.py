@@ -1579,6 +1579,14 @@ def test_a_micro_batch_of_nan_stops_or_is_skipped(tiny, monkeypatch, capsys, opt
     assert tiny("--clip", 0, "--on-nan", "skip")[0] == 2 and "use --clip 1" in capsys.readouterr().err
 
 
+def test_a_skipped_step_moves_no_bias(tiny, monkeypatch):
+    real = train.loss_sum
+    monkeypatch.setattr(train, "loss_sum", lambda *args: real(*args) * np.nan)
+    tiny("--moe", 4, "--balance", "bias", "--on-nan", "skip", "--steps", 2, "--save-every", 1)
+    biases = [tensor for name, tensor in weights(tiny.folder / "out").items() if name.endswith("bias")]
+    assert biases and not any(bias.any() for bias in biases)
+
+
 def test_dry_run_writes_nothing(tiny, capsys):
     log = tiny.folder / "out.jsonl"
     log.write_text("mine\n")
@@ -1842,7 +1850,8 @@ BAD_FLAGS = {
     "--steps 0: nothing to train": ["--steps", 0, "--sample", ""],
     "a token is outside the vocabulary of 100": ["--vocab", 100, "--sample", "~"],
     "dim must be a multiple of 2 * heads": ["--heads", 5],
-    "--batch 0: must be at least 1": ["--batch", 0],
+    "--batch 0: must be at least 1": ["--batch", 0], "--gpus 0: must be at least 1": ["--gpus", 0],
+    "a plan is for a new run": ["--plan", 1, "--resume"], "holds other rows": ["--log", "README.md"],
     "--lr -1.0: must not be negative": ["--lr", -1],
     "no checkpoint to resume from": ["--resume"],
     "--optimizer forge-cce with --loss reference": ["--optimizer", "forge-cce", "--loss", "reference"],
@@ -2169,14 +2178,17 @@ def test_offload_removes_its_files(tiny, monkeypatch):
     assert len(found) == 6 and found[0][0] > 10 and found[0][1] == tiny.folder / "out" / "offload.0"
     assert not list((tiny.folder / "out").glob("offload*"))
     assert tiny("--offload", "--device", "cpu", "--dry-run", out="dry")[0] == 0 and not (tiny.folder / "dry").exists()
+    (tiny.folder / "out" / "offload.0").mkdir()  # of a run at work: a trial beside it is no reason to remove them
+    assert tiny("--offload", "--device", "cpu", "--dry-run")[0] == 0 and (tiny.folder / "out" / "offload.0").exists()
 
 
 PLANS = {  # link, GPUs, more flags: what is printed
     (400, 64, ""): "--sync ddp --batch 4096 --preset gpt2-small", (25, 16, ""): "--sync diloco --batch 1024",
     (1, 16, "--outer 0.9 0.5"): "--sync streaming --batch 1024 --preset gpt2-small --outer 0.9 0.5",
+    (100, 1, "--no-compile --device cpu"): "--gpus 1 --batch 64 --preset gpt2-small --no-compile",
     (400, 1, "--seq 2048"): "--gpus 1 --batch 64 --preset gpt2-small --seq 2048",
-    (400, 8, "--layers 24 --dim 4096 --heads 32 --seq 16384 --batch 8"): "--gpus 8 --sync ddp --tp 2 --batch 8",
-    (400, 8, "--layers 40 --dim 4096 --heads 32 --seq 32768 --batch 8"): "--sync ddp --tp 2 --recompute --batch 8",
+    (400, 8, "--layers 24 --dim 4096 --heads 32 --seq 32768 --batch 8"): "--sync ddp --tp 2 --batch 8 --accum 2",
+    (400, 8, "--layers 48 --dim 4096 --heads 32 --seq 65536 --batch 4"): "--sync ddp --tp 2 --recompute --batch 4",
 }
 
 

@@ -1532,6 +1532,8 @@ def parse(argv):
     args = parser.parse_args(argv)
     args.start, args.checkpoint, args.data_digest = 0, None, None
     trial = 3 if args.steps is None else args.steps  # steps of a dry run
+    if args.plan is not None and args.resume:
+        raise ValueError("--plan with --resume: a plan is for a new run: drop --resume")
     if args.resume:
         record, path = find_checkpoint(args.out)
         asked = args
@@ -1560,8 +1562,6 @@ def parse(argv):
     on_gpus = planned or args.device == "cuda" or args.device is None and (present > 0 or args.gpus > 1)
     chosen = [f"--{name}" for name in ("sync", "optimizer", "tp", "recompute", "offload", "moe")
               if planned and getattr(args, name) not in (None, False, 1, 0)]
-    if planned and args.resume:
-        raise ValueError("--plan with --resume: a plan is for a new run: drop --resume")
     if chosen:
         raise ValueError(f"--plan with {', '.join(chosen)}: it chooses flags, for a dense model: drop {chosen[0]}")
     if on_gpus and wanted > present and not planned:
