@@ -1381,7 +1381,8 @@ def compute_dtype(x):
     cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     dtype = torch.get_autocast_dtype(kind) if cast else x.dtype
     if dtype not in DTYPES:
-        raise ValueError(f"products in {dtype}: use bf16 or fp32 (fp16's GradScaler would scale the step, too)")
+        raise ValueError(f"products in {dtype}: use bf16 or fp32" + (
+            " (fp16's GradScaler would scale the step, too)" if dtype == torch.float16 else ""))
     return dtype
 
 

@@ -28,7 +28,7 @@ How to launch
     python 05_parallelism.py --plan "params=8e9 layers=32 dim=4096 vocab=128256 seq=8192 gpus=64 gib=141 link=400"
     python 05_parallelism.py --break no-f        plant a famous bug and watch its check fail (exit status 1)
 
-References
+References (numbers: arXiv)
     Megatron-LM 1909.08053 (tensor), 2104.04473 (pipelines), 2205.05198 (sequence, recomputation). ZeRO 1910.02054.
     Zero Bubble Pipeline Parallelism 2401.10241. Ring Attention 2310.01889. Cut cross-entropy 2411.09009. FORGE
     2606.22932. DistCA 2510.18121, FlexSP 2412.01523, SkipPipe 2502.19913, packet spraying 2407.00550.
@@ -494,7 +494,7 @@ def cut(module, name, dim, group, origins, path):
 
 def column_linear(linear, group, sequence, **where):
     """Y = X A^T cut by outputs: rank r makes columns of Y. With `sequence` the gathered X is not kept for dW: its own
-    positions are, and backward gathers them again (2205.05198)."""
+    positions are, and backward gathers them again (arXiv 2205.05198)."""
     cut(linear, "weight", 0, group, **where)
 
     def forward(x):
@@ -536,7 +536,7 @@ def tensor_parallel(model, group, sequence=False):
 
     With `sequence`, what lies between the cut matrices (stream, norms) is cut along T: E comes out as (B, T/n, D). The
     loss is vocab_parallel_cross_entropy. Returns {name: (row, column)} of each cut matrix's first element in the whole:
-    forge()'s `origins`. ValueError if the heads cannot be shared out. 1909.08053, 2205.05198."""
+    forge()'s `origins`. ValueError if the heads cannot be shared out. arXiv 1909.08053, 2205.05198."""
     n, heads, origins = size(group), model.config.heads, {}
     if heads % n:
         raise ValueError(f"{heads} heads over {n} tensor-parallel ranks: use a tp that divides the number of heads")
@@ -644,7 +644,7 @@ class Op(NamedTuple):
 
 
 def gpipe(p, m):
-    """All forwards, then all backwards: m micro-batches in flight. 1811.06965."""
+    """All forwards, then all backwards: m micro-batches in flight. arXiv 1811.06965."""
     return [[Op(kind, i) for kind in "FB" for i in range(m)] for _ in range(p)]
 
 
@@ -661,7 +661,7 @@ def one_f_one_b(p, m):
 
 
 def interleaved(p, m, chunks=2):
-    """1F1B over `chunks` thinner stages a rank: a bubble is one thin stage, for more to send. 2104.04473."""
+    """1F1B over `chunks` thinner stages a rank: a bubble is one thin stage, for more to send. arXiv 2104.04473."""
     if m % p:
         raise ValueError(f"{m} micro-batches over {p} ranks: interleaving needs a multiple of {p}")
 
@@ -682,7 +682,7 @@ def interleaved(p, m, chunks=2):
 
 def zero_bubble(p, m):
     """1F1B whose B makes only what the rank before waits for. W waits until nothing else can be done, `rank` turns
-    later: every rank holds what 1F1B's first one does. ZB-H1 of 2401.10241."""
+    later: every rank holds what 1F1B's first one does. ZB-H1 of arXiv 2401.10241."""
     lists = []
     for rank, ops in enumerate(one_f_one_b(p, m)):
         pairs_ = [(op, Op("W", op.micro - rank)) if op.kind == "B" and op.micro >= rank else (op,) for op in ops]
@@ -783,7 +783,7 @@ def gantt(lists, cost):
 
 
 def bubble_formula(name, p, m, chunks=2):
-    """Idle time / work with F = 1, B = 2 (input and weights one each). 2104.04473, 2401.10241."""
+    """Idle time / work with F = 1, B = 2 (input and weights one each). arXiv 2104.04473, 2401.10241."""
     return {"gpipe": (p - 1) / m, "1f1b": (p - 1) / m, "interleaved": (p - 1) / (m * chunks),
             "zero-bubble": (p - 1) / (3 * m)}[name]
 
@@ -1120,7 +1120,7 @@ def context_parallel(model, group, zigzag=True):
 def recompute(model):
     """Keep only each block's input for backward, and run the block's forward again there: a third more FLOPs, and 18 D
     elements a token and layer become one D. (Under sequence parallelism column_linear keeps its inputs besides.)
-    1604.06174."""
+    arXiv 1604.06174."""
     for block in model.blocks:
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
 
@@ -1285,12 +1285,12 @@ def lean(model, compiled=True, remake=True, kernel=None):
     model.norm.forward = functools.partial(last, model.norm.forward)
 
 
-def lean_saving(config, tokens, width, experts=False, cut=1):
+def lean_saving(config, tokens, width, experts=False, cut=1, kernel=True):
     """Bytes of 01's activation_bytes (with fused norms) that lean() does not keep, products being of `width` bytes: of
-    a layer's numbers both norms (2 D a token), q and k before they are turned (2), the activation (4); in layers with
-    experts the first norm, q and k alone. And of E, what fp32 has more. cut: tensor-parallel ranks, which share all but
-    the norms."""
-    layer = (1 if experts else 2) + (2 if experts else 6) / cut
+    a layer's numbers both norms (2 D a token), the activation (4), and by turn_kernel q and k before they are turned
+    (2); in layers with experts the first norm, q and k alone. And of E, what fp32 has more. cut: tensor-parallel ranks,
+    which share all but the norms."""
+    layer = (1 if experts else 2) + ((0 if experts else 4) + (2 if kernel else 0)) / cut
     return int(tokens * config.dim * (width * layer * config.layers + 4 - width))
 
 
@@ -1307,7 +1307,7 @@ class Offload(saved_tensors_hooks):
     operations or views save it. Forwarding: what backward wants while its copy is still under way is used where it is.
     Weights stay, and what is smaller than `least` bytes. `ahead`: how many copies may wait to be written, and how many
     are fetched before they are asked for. counts: tensors saved, storages, bytes, forwarded, late. Use one a step: its
-    copies live until close(). ValueError without a folder on a CPU. SSDTrain 2408.10013."""
+    copies live until close(). ValueError without a folder on a CPU. SSDTrain arXiv 2408.10013."""
 
     def __init__(self, model, folder=None, least=2**14, ahead=8):
         if folder is None and next(model.parameters()).device.type == "cpu":
@@ -1671,7 +1671,7 @@ def homogeneous(lengths, n, rates, capacity):
 
 def flexible(lengths, n, rates, capacity):
     """Long documents in large groups, short ones in small, where they send nothing. All divisions are tried, so it is
-    never worse than homogeneous(). FlexSP 2412.01523 (whose solver is a MILP)."""
+    never worse than homogeneous(). FlexSP arXiv 2412.01523 (whose solver is a MILP)."""
     return best_of(lengths, list(divisions(n)), rates, capacity)
 
 
@@ -1905,7 +1905,7 @@ def skip_pipe(p, m, k, cost, most):
     One micro-batch after the other takes the path whose forward is done first among what is already reserved, and goes
     back the same way. Conflicts that are avoided: two micro-batches at one stage (time), a stage that is visited more
     often than the others (quota: m k / p visits each), more than `most` micro-batches in flight (p, say, as in 1F1B).
-    Greedy: what is reserved stays. SkipPipe 2502.19913 instead searches all micro-batches' paths together, by
+    Greedy: what is reserved stays. SkipPipe arXiv 2502.19913 instead searches all micro-batches' paths together, by
     conflict-based search. Embedding and loss are no stages here. cost: {"F", "B": seconds}."""
     if not 1 <= k <= p or m < 1 or most < 1:
         raise ValueError(f"{m} micro-batches, {most} at once, through {k} of {p} stages: between 1 and all of them")
@@ -2121,7 +2121,7 @@ def plan(model, gpus, memory, links=HOSTS, batch=1024, chip=H200):
 def fabric_load(flows, spines, way):
     """Equal flows between two leaves of a network over `spines` links: (flows on the fullest link, flows whose packets
     can overtake each other). "single-path": a flow on one link; "spray": every packet on the next link; "split": as
-    single-path, but the flows that are left over, flows mod spines, are sprayed. 2407.00550."""
+    single-path, but the flows that are left over, flows mod spines, are sprayed. arXiv 2407.00550."""
     sprayed = {"single-path": 0, "spray": flows, "split": flows % spines}[way]
     load = [sprayed / spines] * spines
     for flow in range(flows - sprayed):
@@ -3222,6 +3222,9 @@ def check_lean():
         saved, formula = kept["kept"] - kept["kernel"], lean_saving(model.config, tokens.numel(), 4)
         right = device.type == "cuda" or abs(saved / formula - 1) < 0.03
         require(right, f"saves {saved} bytes, the formula says {formula}")
+        saved, formula = kept["kept"] - kept["lean"], lean_saving(model.config, tokens.numel(), 4, kernel=False)
+        right = device.type == "cuda" or abs(saved / formula - 1) < 0.03
+        require(right, f"without the kernel saves {saved} bytes, the formula says {formula}")
         block, angles = model.blocks[0], (model.cos, model.sin, model.blocks[0].head)
         for heads in (4, 5):
             x = torch.randn(2, T, 3 * heads * block.head, generator=torch.Generator().manual_seed(1)).to(device)

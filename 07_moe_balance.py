@@ -36,7 +36,7 @@ How to launch
     python 07_moe_balance.py --study             specialisation and loss by kind of balance, three seeds (minutes)
     python 07_moe_balance.py --break local-f     plant a famous bug and watch its check fail (exit status 1)
 
-References
+References (numbers: arXiv)
     Switch Transformer 2101.03961 (loss, capacity). ST-MoE 2202.08906 (z-loss). Global-batch balance 2501.11873. Balance
     without a loss 2408.15664, 2412.19437. MegaBlocks 2211.15841 (dropless). Least-loaded expert parallelism 2601.17111.
     MoE Parallel Folding 2504.14960. BigMac 2502.16927: we had its abstract only; the details here are ours.
@@ -129,7 +129,7 @@ def order_by_expert(experts, E, capacity=None):
 
 
 def capacity_of(factor, N, K, E):
-    """Choices that an expert takes at most: `factor` times its fair share. 2101.03961."""
+    """Choices that an expert takes at most: `factor` times its fair share. arXiv 2101.03961."""
     return math.ceil(factor * N * K / E)
 
 
@@ -156,7 +156,7 @@ def balance_loss(routing, counts=None):
 
 
 def z_loss(routing):
-    """Mean of logsumexp(logits)^2, which keeps them small, a scalar; of several layers the sum. 2202.08906."""
+    """Mean of logsumexp(logits)^2, which keeps them small, a scalar; of several layers the sum. arXiv 2202.08906."""
     return routing.logits.logsumexp(-1).square().sum() / max(1, routing.logits.shape[-2])
 
 
@@ -175,7 +175,7 @@ class Balance:
 
     kind "global", "micro": balance_loss with that f, times `coefficient`; "bias": none, but step() moves each layer's
     bias by `rate`; "none". All of them add z times z_loss. With several micro-batches a step, the global f is that of
-    those so far (2501.11873): the exact one is known after the last, when the others' backward passes are over.
+    those so far (arXiv 2501.11873): the exact one is known after the last, when the others' backward passes are over.
     group: the ranks whose tokens make the global batch; all of them make the same calls. ValueError on another kind,
     and a model without experts."""
 
@@ -1092,7 +1092,7 @@ def fold(tp=1, cp=1, dp=1, ep=1, pp=1):
 
     Experts need not follow attention's cut: ep may span tp and cp, so that it is not limited by dp. edp is what is left
     of a stage's ranks: copies of the same experts, whose gradients are summed. fold(tp=2, cp=2, dp=2, ep=4)["ep"] is
-    [[0, 1, 2, 3], [4, 5, 6, 7]]. ValueError if ep does not divide them. 2504.14960."""
+    [[0, 1, 2, 3], [4, 5, 6, 7]]. ValueError if ep does not divide them. arXiv 2504.14960."""
     inner = dp * cp * tp
     if inner % ep:
         raise ValueError(f"ep {ep}: dp {dp} x cp {cp} x tp {tp} = {inner} ranks of a stage are no multiple of it")
@@ -1162,7 +1162,7 @@ def of_micro_batches(routing, count):
 
 class Found(NamedTuple):
     """Of a run of the study, on text that it was not trained on: nats a byte; bits of mutual information and
-    max_violation (MaxVio, 2408.15664), means over layers; and its parameters."""
+    max_violation (MaxVio, arXiv 2408.15664), means over layers; and its parameters."""
 
     loss: float
     bits: float

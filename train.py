@@ -779,7 +779,7 @@ def predict_memory(config, batch, accum, args, device, processes=1):
     remade = 2 * 12 * config.layers * D**2 // tp if autocast and args.optimizer != "adamw" else 0
     activations = base.activation_bytes(config, N, autocast, fused_norm=cuda) - remade
     if args.compile and not (args.recompute or args.offload):
-        activations -= parallel.lean_saving(config, N, dtype.itemsize, args.moe, tp)
+        activations -= parallel.lean_saving(config, N, dtype.itemsize, args.moe, tp, has_kernels(device))
     if tp > 1:  # 14 of a layer's 18 tensors are cut (05), and the copies of matrices
         inside = config.layers * (14 * (2 if autocast else 4) * N * D + (2 * 12 * D**2 if autocast else 0))
         activations -= inside * (tp - 1) // tp
