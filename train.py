@@ -1009,11 +1009,17 @@ class StopSignal:
 
 
 class Log:
-    """Step lines: one that is rewritten on a terminal, one per --log-every elsewhere; rows of --log as JSON lines."""
+    """What the run says. Step lines: one that is rewritten on a terminal, one per --log-every elsewhere; rows of --log
+    as JSON lines."""
 
-    def __init__(self, args, world, start):
-        self.every, self.terminal = args.log_every, sys.stdout.isatty()
+    def __init__(self, args, world, start, config, data, device):
+        self.args, self.config, self.device, self.terminal = args, config, device, sys.stdout.isatty()
         self.world, self.file, self.open_line, self.path = world, None, False, args.log
+        size = data.bytes_per_token
+        self.bits = None if size is None else 1 / (math.log(2) * size)  # bits a byte that a nat a token is
+        self.peak_flops = base.peak_flops(device, cut_dtype(args))
+        self.seconds, self.since, self.sparse_steps = [], 0, 0.0  # of each step; steps since the last line of its own
+        self.told = set()  # decisions of the loss that have been reported
         if world.main and args.log:
             path = Path(args.log)
             kept = []  # a resumed run repeats the steps after its checkpoint: their old rows go, and a torn one
@@ -1040,7 +1046,7 @@ class Log:
             width = shutil.get_terminal_size().columns - 1  # a longer line would wrap, and "\r" leave its first part
             print("\r" + text[:width].ljust(width), end="", flush=True)
             self.open_line = True
-        elif self.world.main and (step % self.every == 0 or final):
+        elif self.world.main and (step % self.args.log_every == 0 or final):
             print(text, flush=True)
 
     def say(self, text, every_worker=False):
@@ -1049,6 +1055,63 @@ class Log:
             who = "" if self.world.main else f"worker {self.world.worker}, "
             print(("\n" if self.open_line else "") + who + text, flush=True)
             self.open_line = False
+
+    def per_byte(self, loss):
+        return None if self.bits is None else loss * self.bits
+
+    def speed(self, seconds):
+        """Tokens/s of steps that take so long, and the share of the devices' peak, or None."""
+        tok_s = self.args.batch * self.args.seq / seconds
+        flops = tok_s * self.config.flops_per_token()
+        return tok_s, None if self.peak_flops is None else flops / (self.peak_flops * self.world.size)
+
+    def step(self, done, loss, lr, norm, sparse, stats, uneven, good):
+        """Line and row of a step that has ended. sparse: the share of sparse gradients, or None; good: is finite."""
+        self.since, self.sparse_steps = self.since + 1, self.sparse_steps + (sparse or 0.0)
+        tok_s, mfu = self.speed(statistics.fmean(self.seconds[-self.since :]))
+        peak, sync = used_peak_mib(self.device), self.world.sync
+        eta = int((self.args.steps - done) * self.args.batch * self.args.seq / tok_s)
+        more = "" if sparse is None else f"  sparse {self.sparse_steps / self.since:.0%}"
+        more += "" if uneven is None else f"  MaxVio {uneven:.2f}"
+        more += f"  sent {sync.bytes_sent / 1e6:,.2f} MB  blocked {sync.blocked_seconds:.2f} s" if sync else ""
+        self.line(
+            f"step {done}/{self.args.steps}  loss {loss:.4f}"
+            + ("" if self.bits is None else f"  bpb {self.per_byte(loss):.3f}")
+            + f"  lr {lr:.2e}  norm {norm:.2f}  {tok_s:,.0f} tok/s  mfu {'unknown' if mfu is None else f'{mfu:.1%}'}  "
+            f"peak {peak:,.0f} MiB{more}  eta {eta // 60}:{eta % 60:02d}",
+            done, final=done == self.args.steps,
+        )
+        if good:  # NaN is no JSON
+            self.row(step=done, loss=loss, bpb=self.per_byte(loss), lr=lr, grad_norm=norm, tok_s=tok_s, mfu=mfu,
+                     peak_mib=None if math.isnan(peak) else peak, seconds=self.seconds[-1], sparse=sparse,
+                     why=None if sparse is None else stats.reason, sent=sync and sync.bytes_sent,
+                     blocked=sync and sync.blocked_seconds, max_violation=uneven)
+        if done % self.args.log_every == 0:
+            self.since, self.sparse_steps = 0, 0.0
+        if sparse is not None and stats.decision not in self.told:
+            self.told.add(stats.decision)
+            self.say(f"step {done}: gradient of the loss {stats.decision}: {stats.reason}")
+
+    def validation(self, step, loss):
+        bpb = "" if self.bits is None else f"  bpb {self.per_byte(loss):.4f}"
+        self.say(f"step {step}/{self.args.steps}  validation loss {loss:.4f}{bpb}")
+        if math.isfinite(loss):
+            self.row(step=step, val_loss=loss, val_bpb=self.per_byte(loss))
+
+    def summary(self, val_loss):
+        """At the end; the memory follows it."""
+        if not self.args.dry_run:
+            self.say(f"saved   {self.args.out}, step {self.args.steps}")
+        tok_s, mfu = self.speed(statistics.median(self.seconds[10:] or self.seconds))  # the first compile and warm up
+        mfu = "" if mfu is None else f", MFU {mfu:.1%}"
+        total = f"{len(self.seconds)} steps in {sum(self.seconds):,.1f} s"
+        self.say(f"\nspeed   {tok_s:,.0f} tokens/s{mfu} (median step); {total}")
+        if val_loss is not None:
+            bpb = "" if self.bits is None else f", {self.per_byte(val_loss):.4f} bits a byte"
+            self.say(f"loss    {val_loss:.4f} on validation{bpb}")
+        if sync := self.world.sync:
+            self.say(f"sync    {sync.bytes_sent / 1e6:,.2f} MB sent by a worker, blocked for "
+                     f"{sync.blocked_seconds:.2f} s in all")
 
 
 def describe_run(config, data, world, args, device, start):
@@ -1199,26 +1262,19 @@ def train(model, optimizer, data, config, world, args, device, start, stop):
     """Steps start ... --steps; 0, 1 on a non-finite loss, 128 + signal when asked to stop."""
     if start == 0 and world.main and not args.dry_run:
         set_aside(args.out)
-    log = Log(args, world, start)
+    log = Log(args, world, start, config, data, device)
     for text in describe_run(config, data, world, args, device, start):
         log.say(text)
     log.row(step=start, flags={k: v for k, v in vars(args).items() if k not in NOT_SAVED}, processes=world.size,
             parameters=config.parameters(), flops_per_token=config.flops_per_token(),
             device=base.describe_device(device))
-    bits = None if data.bytes_per_token is None else 1 / (math.log(2) * data.bytes_per_token)  # bits a byte, of a nat
-    per_byte = lambda loss: None if bits is None else loss * bits  # noqa: E731
-    peak_flops = base.peak_flops(device, torch.bfloat16 if args.dtype == "bf16" else torch.float32)
     saved = start if args.resume else None
-    spent, since, sparse_steps = 0.0, 0, 0.0  # seconds and steps since the last row, of them with a sparse gradient
-    stats, told = filtering.SparseStats(), set()  # of this process's losses, and which decisions have been reported
+    stats = filtering.SparseStats()  # of this process's losses
 
     def validation(step):
         with synchronised(world):
             loss = validate(model, data, world, args, device)
-        bpb = "" if bits is None else f"  bpb {per_byte(loss):.4f}"
-        log.say(f"step {step}/{args.steps}  validation loss {loss:.4f}{bpb}")
-        if math.isfinite(loss):  # NaN is no JSON
-            log.row(step=step, val_loss=loss, val_bpb=per_byte(loss))
+        log.validation(step, loss)
         return loss
 
     def diverged(step, what):
@@ -1240,8 +1296,7 @@ def train(model, optimizer, data, config, world, args, device, start, stop):
             saved = step
             world.barrier()
 
-    seconds, val_loss = [], None  # of each step; the last validation's
-    alive, feed = {}, Feed(data, world, args, device)  # bytes at some points of the last step
+    alive, feed, val_loss = {}, Feed(data, world, args, device), None  # alive: bytes at some points of the last step
     if start == 0 and not (args.dry_run or world.late):
         validation(0)
     if start >= args.steps:
@@ -1261,7 +1316,7 @@ def train(model, optimizer, data, config, world, args, device, start, stop):
         if not sync:
             world.sum(values)  # the loss over all processes, and whether any of them was told to stop, or is spoilt
         reading = optimizer.finish(norm, *values)
-        uneven = world.balance.step(optimizer.taken).max() if world.balance else torch.tensor(0.0)  # the worst layer's
+        uneven = world.balance.step(optimizer.taken).max() if world.balance else None  # the worst layer's MaxVio
         loss, stopped, spoilt, norm = reading.read()  # the step's one wait, but for experts' exchanges
         bad = not (math.isfinite(loss) and math.isfinite(spoilt))
         skipped = skipped + 1 if bad else 0
@@ -1294,35 +1349,9 @@ def train(model, optimizer, data, config, world, args, device, start, stop):
             loss /= world.size if args.sync == "none" else args.tp  # with ddp workers' losses are parts of a sum
             if bad and skipped > most:
                 return diverged(done, f"loss {loss}, gradient norm {norm}")
-        seconds.append(time.perf_counter() - began)
-        spent, since = spent + seconds[-1], since + 1
-        tok_s = since * args.batch * args.seq / spent
-        mfu = None if peak_flops is None else tok_s * config.flops_per_token() / (peak_flops * world.size)
-        peak = used_peak_mib(device)
-        eta = int((args.steps - done) * spent / since)
-        bpb = "" if bits is None else f"  bpb {per_byte(loss):.3f}"
+        log.seconds.append(time.perf_counter() - began)
         sparse = (stats.sparse - before[1]) / (stats.calls - before[0]) if args.loss in DECIDING else None
-        sparse_steps = 0.0 if sparse is None else sparse_steps + sparse
-        share = "" if sparse is None else f"  sparse {sparse_steps / since:.0%}"
-        uneven = uneven.item() if world.balance else None
-        share += "" if uneven is None else f"  MaxVio {uneven:.2f}"
-        traffic = f"  sent {sync.bytes_sent / 1e6:,.2f} MB  blocked {sync.blocked_seconds:.2f} s" if sync else ""
-        log.line(
-            f"step {done}/{args.steps}  loss {loss:.4f}{bpb}  lr {lr:.2e}  norm {norm:.2f}  {tok_s:,.0f} tok/s  "
-            f"mfu {'unknown' if mfu is None else f'{mfu:.1%}'}  peak {peak:,.0f} MiB{share}{traffic}  "
-            f"eta {eta // 60}:{eta % 60:02d}",
-            done, final=done == args.steps,
-        )
-        if not (wrong or bad):  # NaN is no JSON
-            log.row(step=done, loss=loss, bpb=per_byte(loss), lr=lr, grad_norm=norm, tok_s=tok_s, mfu=mfu,
-                peak_mib=None if math.isnan(peak) else peak, seconds=seconds[-1], sparse=sparse,
-                why=stats.reason if args.loss in DECIDING else None, sent=sync and sync.bytes_sent,
-                blocked=sync and sync.blocked_seconds, max_violation=uneven)
-        if done % args.log_every == 0:
-            spent, since, sparse_steps = 0.0, 0, 0.0
-        if stats.decision not in told and args.loss in DECIDING:
-            told.add(stats.decision)
-            log.say(f"step {done}: gradient of the loss {stats.decision}: {stats.reason}")
+        log.step(done, loss, lr, norm, sparse, stats, uneven if uneven is None else uneven.item(), not (wrong or bad))
         while step != done:
             try:
                 if sync and "halt" in sync.notes:
@@ -1350,17 +1379,7 @@ def train(model, optimizer, data, config, world, args, device, start, stop):
                 if done == args.steps:
                     sync.finish()
     if start < args.steps:
-        if not args.dry_run:
-            log.say(f"saved   {args.out}, step {args.steps}")
-        tok_s = args.batch * args.seq / statistics.median(seconds[10:] or seconds)  # the first ones compile and warm up
-        mfu = "" if peak_flops is None else f", MFU {tok_s * config.flops_per_token() / (peak_flops * world.size):.1%}"
-        log.say(f"\nspeed   {tok_s:,.0f} tokens/s{mfu} (median step); {len(seconds)} steps in {sum(seconds):,.1f} s")
-        if val_loss is not None:
-            bpb = "" if bits is None else f", {per_byte(val_loss):.4f} bits a byte"
-            log.say(f"loss    {val_loss:.4f} on validation{bpb}")
-        if world.sync:
-            log.say(f"sync    {world.sync.bytes_sent / 1e6:,.2f} MB sent by a worker, blocked for "
-                    f"{world.sync.blocked_seconds:.2f} s in all")
+        log.summary(val_loss)
         for text in compare_memory(config, model, optimizer, alive, world, args, device):
             log.say(text)
     return 0
