@@ -25,7 +25,7 @@ The ladder
 Beyond the paper
     The classifier   forge_classifier joins this with 02 and 03: a slice of the vocabulary's logits becomes G, G makes
                      its part of dE with the old classifier, and the step of that slice. Neither the logits nor dC, the
-                     two largest tensors of a training step, are ever there.
+                     two largest tensors of a training step, are there.
     The factors      Clipping, micro-batches, tied weights and skipped steps need all of dW first. What waits for them
                      need not be dW: X and dY do, of which X is there anyway. stash(), then release().
 
@@ -788,13 +788,14 @@ class State:
         """The whole step of this weight, whose gradient is the sum of these factors."""
         factors, self.updated = merged(factors), True
         only = factors[0] if len(factors) == 1 else None
+        if isinstance(only, Whole):
+            self.plan = None
+            return self.step(only.gradient)
         plan = self.plan = self.handle.plan(self, len(only.X) if isinstance(only, Product) else None)
         if isinstance(only, Listed) and self.handle.backend == "triton":
             self.step_listed(only.columns)
         elif isinstance(only, Product) and plan.rung == "fused":
             self.step_fused(*only)
-        elif isinstance(only, Whole):
-            self.step(only.gradient)
         else:
             self.step_in_slabs(factors, plan.rows, plan.cols)
 
@@ -805,6 +806,7 @@ class State:
         else:
             self.factors.append(factor)
             read = [*tensors_of(factor), self.weight] if isinstance(factor, Classes) else tensors_of(factor)
+            read = [] if isinstance(factor, Whole) else read  # later factors are added to it in place
             self.versions += [(tensor, tensor._version) for tensor in read if not tensor.is_inference()]
 
     def whole(self, factor, price=1):
@@ -1010,7 +1012,8 @@ class Listed(NamedTuple):
         filtering.write_columns(out, self.columns, top, add=add, backend=state.handle.backend)
 
 
-# Factors of a classifier make as much work again as the loss, for the norm and for the step: kept if smaller than dC by
+# A classifier's factors cost as much work again as the loss, once for the norm and once for the step. They are kept
+# only if they are this many times smaller than dC.
 CLASSIFIER_PRICE = 4
 
 
@@ -1239,7 +1242,8 @@ class Forge:
     def stash(self):
         """The backward passes that follow keep each weight's factors, and change nothing until release() or disarm():
         for clipping, for the sum over micro-batches, for weights that are used more than once. Each weight holds its
-        factors as long as they are smaller than its gradient in fp32, and then that. Factors refer to the inputs of
+        factors as long as they are smaller than its gradient in fp32 (a classifier's: CLASSIFIER_PRICE times), and then
+        that. Factors refer to the inputs of
         layers and to targets, which must not be written over until then. ValueError as for arm."""
         self.check_group()
         for name, state in self.states.items():
@@ -1249,15 +1253,19 @@ class Forge:
     @torch.no_grad()
     def norm(self, others=()):
         """The norm of the whole gradient, fp64, on the device: of all factors, and of the .grad of the parameters in
-        `others`: that of the sum over backward passes and uses, to rounding."""
-        gradients, squares = [p.grad for p in others if p.grad is not None], []
+        `others`: that of the sum over backward passes and uses, to rounding (of a kept gradient on a GPU in fp32)."""
+        squares, wholes = [torch.zeros_like(self.scalars[0])], []
+        others = [p.grad for p in others if p.grad is not None]
         for state in self.states.values():
             if len(state.factors) == 1 and isinstance(state.factors[0], Whole):
-                gradients.append(state.factors[0].gradient)
+                wholes.append(state.factors[0].gradient)
             elif state.factors:
                 squares.append(state.square())
-        norm = nn.utils.get_total_norm(gradients).to(self.key.device)  # in fp32: in fp64 torch would copy them all
-        return torch.stack([norm.double() ** 2, *squares]).sum().sqrt()
+        if wholes and wholes[0].is_cuda:  # in one call; in fp64 torch would copy them all
+            squares.append(nn.utils.get_total_norm(wholes) ** 2)
+            wholes = []
+        squares += [torch.linalg.vector_norm(g, dtype=torch.float64) ** 2 for g in (*wholes, *others)]
+        return torch.stack([square.to(self.key.device, torch.float64) for square in squares]).sum().sqrt()
 
     @torch.no_grad()
     def release(self, lr, step, clip=0.0, others=(), norm=None):
@@ -1534,10 +1542,11 @@ class Sink:
     def slices(self, E, targets, lse, *others):
         """What the G of the rows() that follow is made of, with C."""
         # A factor must not keep the graph: what autograd saved comes back with its history.
-        factor = Classes(E.detach(), targets, lse.detach(), *others)
-        self.whole = self.state.handle.stashing and self.state.whole(factor, CLASSIFIER_PRICE)
-        if self.state.handle.stashing and not self.whole:
-            self.state.keep(factor)
+        factor, self.whole = Classes(E.detach(), targets, lse.detach(), *others), None
+        if self.state.handle.stashing:
+            self.whole = self.state.whole(factor, CLASSIFIER_PRICE)
+            if not self.whole:
+                self.state.keep(factor)
 
     def rows(self, start, G, E):
         """The step of rows start ... start + W, from G (N, W) and E (N, D)."""
@@ -1565,14 +1574,14 @@ class Sink:
 
 def forge_classifier(E, C, targets, state, *, gradient="auto", **options):
     """03's linear_cross_entropy(E, C, targets, gradient=..., **options), whose backward takes the classifier's step: C
-    gets no gradient, E its ordinary one, made with the old C. Neither the logits nor dC are ever there.
+    gets no gradient, E its ordinary one, made with the old C. Neither the logits nor, armed, dC are ever there.
 
     E (..., D) fp32 or bf16, C (V, D) the weight of `state`, targets (...); gradient "exact", "sparse" or "auto". Exact:
     for each slice of the vocabulary G, dE += G C, then the step of that slice. Sparse: the same pass that would write
-    a row of dC takes its step, in registers. On a stash()-ing handle C is left as it is, and what makes
-    dC is kept, E, lse and targets or E and lists, if CLASSIFIER_PRICE times smaller than dC; else dC is. Unarmed, and
-    without gradients: 03's own. Beyond what 02 and 03 say, and 4 N D bytes for dE: a slab. A C in another dtype than E
-    is cast to it first, whole.
+    a row of dC takes its step, in registers. On a stash()-ing handle C is left as it is.
+    Kept is what makes dC (E, lse and targets; sparse: E and lists) or, if that is not CLASSIFIER_PRICE times smaller,
+    dC itself. Unarmed, and without gradients: 03's own. Beyond what 02 and 03 say, and 4 N D bytes for dE: a slab. A C
+    in another dtype than E is cast to it first, whole.
     ValueError on what 03 refuses, a bias, a filter, fp16, and a second use before backward."""
     if gradient not in ("exact", "sparse", "auto"):
         raise ValueError(f"gradient is {gradient!r}: use 'exact', 'sparse' or 'auto': a filter leaves no slice whole")
@@ -2515,9 +2524,10 @@ def check_release(device="cpu", M=160, K=600):
             base.require(not taken and torch.equal(before, weight), f"{title}: stepped by what is not finite")
             base.require(other.grad is None and not (state.factors or handle.stashing), f"{title}: a refusal's rest")
         handle.stash()
-        (2.0 * weight).sum().backward()  # a use outside the layer
-        base.require(abs(handle.norm() - 2 * math.sqrt(M * K)) < 1e-3, f"{title}: a use outside its layer is lost")
-        handle.disarm()
+        for scale in (2.0, 3.0):  # uses outside the layer, in two passes
+            (scale * weight).sum().backward()
+        base.require(abs(handle.norm() - 5 * math.sqrt(M * K)) < 2e-3, f"{title}: a use outside its layer is lost")
+        base.require(handle.release(0.0, 2), f"{title}: two uses outside the layer are refused")
         handle.stash()
         base.require(handle.norm() == 0 and handle.release(0.1, 2, 1.0), f"{title}: nothing was kept")
         base.require(handle.clipped_norm == 0 and not handle.stashing, f"{title}: after an empty step")
@@ -2666,9 +2676,9 @@ class _DecayFirst(Sink):
 
 
 class _LastMicroBatch(State):
-    def keep(self, factor):
+    def keep(self, factor, *price):
         self.factors = []
-        super().keep(factor)
+        super().keep(factor, *price)
 
 
 class _NormOfTheForged(Forge):

@@ -1237,9 +1237,10 @@ def lean(model, compiled=True, remake=True, kernel=None):
     elements a token and layer in place of 18: the stream twice; q, k, v; attention's output; the MLP before its
     activation. The stream travels from layer to layer with a branch that the next norm is to add.
 
-    Together with recompute() or Offload pass remake=False: what `remake` keeps, they would not see. E comes out in the
-    products' dtype. For training alone: without gradients, where shapes vary, the model runs as it was. 07's experts
-    stay what they are. kernel: whether q and k are turned by turn_kernel (on GPUs with Triton)."""
+    Together with recompute() or Offload pass remake=False: what `remake` keeps, they would not see. With it no hooks of
+    `down` run. E comes out in the products' dtype. For training alone: without gradients, where shapes vary, the model
+    runs as it was. 07's experts stay what they are. kernel: whether q and k are turned by turn_kernel (on GPUs with
+    Triton)."""
     fuse = functools.partial(torch.compile, fullgraph=True, dynamic=False) if compiled else lambda function: function
     norm, add_norm, gelu, back = map(fuse, (normed, add_normed, F.gelu, gelu_back))
     keep = after if remake else lambda linear, made, *_: linear(made)

@@ -714,9 +714,9 @@ class Dist:
 
     One thread of its own runs everything that waits for others, in the order of the launches, while the caller goes on
     computing. What arrived counts only when ALL have it: each worker then adds one to a counter in the store, and the
-    last writes "commit"; who waits too long, or saw the connection break, writes "abort". The store takes whichever
-    comes first (compare_set), so all read the same verdict and no round is ever applied by half of them. After an abort
-    the survivors form a new group, in which the round is launched again.
+    last writes "commit"; who waits too long, saw the connection break or learnt of a member's end writes "abort". The
+    store takes whichever comes first (compare_set), so all read the same verdict and no round is ever applied by half
+    of them. After an abort the survivors form a new group, in which the round is launched again.
 
     timeout: seconds that anything may take, also the slowest worker's way to a round. grace: seconds that survivors
     wait for each other (timeout), but not for those whose end 01's spawn has seen. The store is that of MASTER_ADDR and
@@ -844,8 +844,7 @@ class Dist:
             while not self.store.check([verdict]):
                 if time.monotonic() > deadline or any(map(self.gone, self.members)):
                     self.store.compare_set(verdict, "", no)
-                with contextlib.suppress(RuntimeError):  # not there yet
-                    self.store.wait([verdict], self.wait(0.2))
+                time.sleep(0.01)
         notes = json.loads(self.store.get(verdict))
         if notes is not None:
             self.handled = notes["handled"]

@@ -1585,6 +1585,17 @@ def test_a_skipped_step_moves_no_bias(tiny, monkeypatch):
     assert biases and not any(bias.any() for bias in biases)
 
 
+def test_a_log_that_is_another_file_is_refused(tiny, capsys):
+    """And the run that is there stays where it is."""
+    tiny("--steps", 2)
+    log = tiny.folder / "out.jsonl"
+    log.write_text("mine\n")
+    with pytest.raises(json.JSONDecodeError):  # it is still no log
+        tiny()
+    assert "holds other rows" in capsys.readouterr().err and log.read_text() == "mine\n"
+    assert train.find_checkpoint(tiny.folder / "out")[0]["step"] == 2
+
+
 def test_dry_run_writes_nothing(tiny, capsys):
     log = tiny.folder / "out.jsonl"
     log.write_text("mine\n")
@@ -1634,7 +1645,9 @@ def test_checkpoint_of_another_version_is_refused(tiny, tmp_path, capsys):
         record["format"] -= 1
         record["crc32"] = train.checksum(record, file.with_suffix(".pt").read_bytes())
         file.write_text(json.dumps(record))
+    files = sorted((tmp_path / "out").iterdir())
     assert tiny("--resume", "--steps", 4)[0] == 2 and "another version" in capsys.readouterr().err
+    assert sorted((tmp_path / "out").iterdir()) == files  # it is not damaged: nothing takes its place
     result = in_process("03_grad_filter_sort", "--checkpoint", tmp_path / "out")
     assert result.returncode == 2 and "another version" in result.stderr
 
@@ -1849,7 +1862,7 @@ BAD_FLAGS = {
     "a token is outside the vocabulary of 100": ["--vocab", 100, "--sample", "~"],
     "dim must be a multiple of 2 * heads": ["--heads", 5],
     "--batch 0: must be at least 1": ["--batch", 0], "--gpus 0: must be at least 1": ["--gpus", 0],
-    "a plan is for a new run": ["--plan", 1, "--resume"], "holds other rows": ["--log", "README.md"],
+    "a plan is for a new run": ["--plan", 1, "--resume"],
     "--lr -1.0: must not be negative": ["--lr", -1],
     "no checkpoint to resume from": ["--resume"],
     "--optimizer forge-cce with --loss reference": ["--optimizer", "forge-cce", "--loss", "reference"],

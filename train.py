@@ -44,9 +44,10 @@ What happens to real runs
 
 What stays the same whatever the number of processes
     --batch counts the sequences of one step over ALL processes and micro-batches. Sequence i of step s is number
-    s * batch + i of a shuffled order that depends on --seed alone, so with the same --batch, --accum and, with --sync
-    ddp, --gpus and --tp only cut the same step into parts: the losses agree to rounding. (Sparse gradients agree to
-    their error; --balance micro is about each process's own tokens.) The position in the data is the step number.
+    s * batch + i of a shuffled order that depends on --seed alone, so with the same --batch, --accum only cuts the
+    same step into parts, and so do, with --sync ddp, --gpus and --tp: the losses agree to rounding. (Sparse gradients
+    agree to their error; --balance micro is about each process's own tokens.) The position in the data is the step
+    number.
     (Without --batch, a GPU run takes up to 64 sequences a process, so there two GPUs take larger steps than one.)
 
 Defaults come from --preset, and that from the device. Checkpoints restore the flags they were made with, except those
@@ -727,12 +728,12 @@ def factor_sizes(config, tokens, args):
     pairs = [(forging.stash_bytes([(s.M, s.K)], tokens * s.met, size), 4 * s.M * s.K * s.count)
              for s in layer_shapes(config, args.tp)]
     table, lists = 4 * config.vocab // args.tp * config.dim, 4 * tokens + 4 * args.accum * (config.vocab + 1)
-    tables = min(4 * tokens * config.dim + lists, table) + classifier_bytes(config, tokens, args)
+    tables = min(4 * tokens * config.dim + lists, table) + held_for_classifier(config, tokens, args)
     factors, gradients = (sum(column) for column in zip(*pairs, strict=True))
     return factors, gradients, sum(map(min, pairs)), tables if args.optimizer == "forge-cce" else 0
 
 
-def classifier_bytes(config, tokens, args):
+def held_for_classifier(config, tokens, args):
     """Bytes of what a forged classifier holds until all of a step's tokens were seen: its gradient in fp32; or E and
     targets, if those are enough smaller."""
     gradient, factors = 4 * config.vocab // args.tp * config.dim, (cut_dtype(args).itemsize * config.dim + 20) * tokens
@@ -768,17 +769,21 @@ def predict_memory(config, batch, accum, args, device, processes=1):
             beyond = filtering.sparse_bytes(N, V, D, dtype, places, sink=both)
         beyond = max(beyond, plan.beyond)
         # 04 keeps dC in fp32, or what it is made of, or neither; else autograd has it.
-        kept = classifier_bytes(config, N * accum, args) if waits(args) else 0
-        results = dtype.itemsize * (N + (0 if both else V)) * D + (kept if both and kept == 4 * V * D else 0)
+        held = held_for_classifier(config, N * accum, args) if waits(args) and both else 0
+        held = held if accum == 1 and held == 4 * V * D else 0  # with accum it is there before
+        results = dtype.itemsize * (N + (0 if both else V)) * D + held
         copied = (0 if args.compile else N) + (V if weight == 4 or not both else 0)  # rows of E, C in bf16
         copies = 2 * copied * D if autocast else 0
         loss = results + beyond + copies
     parts = dict(parameters=4 * others + weight * forged, gradients=4 * others + layer)
     parts |= dict(optimizer=8 * others + state * forged)
-    # Autocast keeps a 16-bit copy of each weight from forward to backward; of a forged one it is made twice instead.
-    remade = 2 * 12 * config.layers * D**2 // tp if autocast and args.optimizer != "adamw" else 0
+    # Autocast keeps a 16-bit copy of each weight from forward to backward; of a forged one it is made twice instead,
+    # and of the matrix after an activation that lean() makes again.
+    leaned = args.compile and not (args.recompute or args.offload)
+    twice = 12 if args.optimizer != "adamw" else 4 if leaned and not args.moe else 0
+    remade = 2 * twice * config.layers * D**2 // tp if autocast else 0
     activations = base.activation_bytes(config, N, autocast, fused_norm=cuda) - remade
-    if args.compile and not (args.recompute or args.offload):
+    if leaned:
         activations -= parallel.lean_saving(config, N, dtype.itemsize, args.moe, tp, has_kernels(device))
     if tp > 1:  # 14 of a layer's 18 tensors are cut (05), and the copies of matrices
         inside = config.layers * (14 * (2 if autocast else 4) * N * D + (2 * 12 * D**2 if autocast else 0))
@@ -920,7 +925,7 @@ def find_checkpoint(out):
         try:
             record = json.loads(file.read_text())
             if record.get("format") != base.GPT_FORMAT:
-                raise ValueError("it is of another version of this program")
+                break
             others = [zlib.crc32(worker_file(path, i).read_bytes()) for i in range(1, 1 + len(record["workers"]))]
             if checksum(record, path.read_bytes()) == record["crc32"] and others == record["workers"]:
                 break
@@ -930,6 +935,8 @@ def find_checkpoint(out):
         print(f"{path}: damaged ({problem}): trying the one before it", file=sys.stderr)
     else:
         raise ValueError(f"{out}: no checkpoint is whole: start anew with another --out")
+    if record.get("format") != base.GPT_FORMAT:
+        raise ValueError(f"{path}: it is of another version of this program: start anew with another --out")
     return record, path
 
 
@@ -1008,31 +1015,40 @@ class StopSignal:
         self.number = self.number or number
 
 
+def rows_to_keep(args, start):
+    """Of the file of --log: a resumed run repeats the steps after its checkpoint, whose old rows go, and a torn one.
+    ValueError on another program's file."""
+    path, kept = Path(args.log), []
+    for row in path.read_text().splitlines(True) if path.exists() else ():
+        try:
+            if not row.endswith("\n") or json.loads(row)["step"] > start or not args.resume:
+                break
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"--log {path}: holds other rows than this program's: name another") from None
+        kept.append(row)
+    return kept
+
+
 class Log:
     """What the run says. Step lines: one that is rewritten on a terminal, one per --log-every elsewhere; rows of --log
     as JSON lines."""
 
-    def __init__(self, args, world, start, config, data, device):
+    def __init__(self, args, world, config, data, device):
         self.args, self.config, self.device, self.terminal = args, config, device, sys.stdout.isatty()
         self.world, self.file, self.open_line, self.path = world, None, False, args.log
         size = data.bytes_per_token
         self.bits = None if size is None else 1 / (math.log(2) * size)  # bits a byte that a nat a token is
         self.peak_flops = base.peak_flops(device, cut_dtype(args))
-        self.seconds, self.since, self.sparse_steps = [], 0, 0.0  # of each step; steps since the last line of its own
+        # Seconds of each step; since the last line that stays: steps, and the sum of their sparse shares.
+        self.seconds, self.since, self.sparse_steps = [], 0, 0.0
         self.told = set()  # decisions of the loss that have been reported
-        if world.main and args.log:
-            path = Path(args.log)
-            kept = []  # a resumed run repeats the steps after its checkpoint: their old rows go, and a torn one
-            for row in path.read_text().splitlines(True) if path.exists() else ():
-                try:
-                    if not row.endswith("\n") or json.loads(row)["step"] > start or not args.resume:
-                        break
-                except (ValueError, KeyError, TypeError):
-                    raise ValueError(f"--log {path}: holds other rows than this program's: name another") from None
-                kept.append(row)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            base.replace_atomically(path, "".join(kept).encode())
-            self.file = path.open("a")
+
+    def begin(self, rows):
+        """A new file of --log, which begins with these rows."""
+        path = Path(self.path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        base.replace_atomically(path, "".join(rows).encode())
+        self.file = path.open("a")
 
     def row(self, **values):
         if self.path and self.world.main and not self.file:  # the first worker was lost: go on for it
@@ -1152,7 +1168,7 @@ def describe_run(config, data, world, args, device, start):
     if args.recompute:
         yield "        a layer keeps its input only and runs again in backward: a third more of its FLOPs"
     if args.offload:
-        where = "pinned host memory" if device.type == "cuda" else f"files in {args.out}"
+        where = "pinned host memory" if device.type == "cuda" else "files" if args.dry_run else f"files in {args.out}"
         yield f"        what backward needs waits in {where}; weights, small tensors and about a layer under way stay"
     who = "process(es)" if args.tp == 1 else f"worker(s), each of {args.tp} processes,"
     yield f"step    {tokens:,} tokens = {args.batch} sequences of {args.seq} = " + (
@@ -1190,6 +1206,7 @@ def resume_command(args, world):
     words += [f"--device {args.device}"] * (args.device == "cpu")
     words += [f"--tp {args.tp}"] * (args.tp > 1)
     words += [f"--{name}" for name in ("recompute", "offload") if getattr(args, name)]
+    words += [f"--{'' if args.compile else 'no-'}compile"] * (args.compile != has_kernels(torch.device(args.device)))
     words += [f"--ep-policy {args.ep_policy}"] * (args.ep_policy not in (None, "ep"))
     words += ["--log", shlex.quote(args.log)] if args.log else []
     return " ".join(words)
@@ -1260,9 +1277,12 @@ def run(args):
 
 def train(model, optimizer, data, config, world, args, device, start, stop):
     """Steps start ... --steps; 0, 1 on a non-finite loss, 128 + signal when asked to stop."""
+    log = Log(args, world, config, data, device)
+    rows = rows_to_keep(args, start) if args.log and world.main else ()  # refuses before anything is moved
     if start == 0 and world.main and not args.dry_run:
         set_aside(args.out)
-    log = Log(args, world, start, config, data, device)
+    if args.log and world.main:
+        log.begin(rows)
     for text in describe_run(config, data, world, args, device, start):
         log.say(text)
     log.row(step=start, flags={k: v for k, v in vars(args).items() if k not in NOT_SAVED}, processes=world.size,
@@ -1320,7 +1340,10 @@ def train(model, optimizer, data, config, world, args, device, start, stop):
         loss, stopped, spoilt, norm = reading.read()  # the step's one wait, but for experts' exchanges
         bad = not (math.isfinite(loss) and math.isfinite(spoilt))
         skipped = skipped + 1 if bad else 0
-        what = f"step {step + 1}: loss {loss}, gradient norm {norm}"
+        if not sync:
+            loss /= world.size if args.sync == "none" else args.tp  # with ddp workers' losses are parts of a sum
+        elsewhere = " (of another process it is not finite)" if bad and math.isfinite(norm) else ""
+        what = f"step {step + 1}: loss {loss}, gradient norm {norm}{elsewhere}"
         if bad and skipped <= most:
             log.say(f"{what}: skipped", every_worker=bool(sync))
         if sync:  # nothing is asked of the others between rounds; a round tells all of them who wants to stop
@@ -1337,18 +1360,14 @@ def train(model, optimizer, data, config, world, args, device, start, stop):
                 world.late = False
             else:
                 sync.step()
-                ask = sync.method.inner_steps is None  # with no rounds to ask in, ask now and then
-                while ask and sync.steps % 50 == 0:
-                    with contextlib.suppress(low_comm.Rejoined):  # then it is where the others are, and asks with them
+                if sync.method.inner_steps is None and sync.steps % 50 == 0:  # with no rounds to ask in, now and then
+                    with contextlib.suppress(low_comm.Rejoined):  # then the others are past this, in finish()
                         world.barrier()
-                        ask = False
             done = sync.steps  # of the others, if this worker was lost and has come back
             if done == args.steps:
                 sync.finish()
-        else:
-            loss /= world.size if args.sync == "none" else args.tp  # with ddp workers' losses are parts of a sum
-            if bad and skipped > most:
-                return diverged(done, f"loss {loss}, gradient norm {norm}")
+        elif bad and skipped > most:
+            return diverged(done, f"loss {loss}, gradient norm {norm}{elsewhere}")
         log.seconds.append(time.perf_counter() - began)
         sparse = (stats.sparse - before[1]) / (stats.calls - before[0]) if args.loss in DECIDING else None
         log.step(done, loss, lr, norm, sparse, stats, uneven if uneven is None else uneven.item(), not (wrong or bad))
@@ -1425,7 +1444,7 @@ def print_plan(args, argv):
     speed = links.between * 8 if hosts > 1 else links.inside * 8  # bits a second of a GPU
     # What workers send each other is 06's affair: here a mesh is as fast as if that took no time.
     plans = parallel.plan(model, gpus, gib, links._replace(between=math.inf), batch, chip)
-    print(f"\nGPUs that compute, of {gpus}, if each sends {speed / 1e9:,.0f} Gbit/s; and what 90 % would need")
+    heading = f"\nGPUs that compute, of {gpus}, if each sends {speed / 1e9:,.0f} Gbit/s; and what 90 % would need\n"
     # Gradients and weights are sent in fp32, streaming's in 4 bits: a quarter, by 06, of 2 bytes.
     for sync, way, size in ("ddp", "data parallel", 4), ("diloco", "DiLoCo", 4), ("streaming", "+ 4 bit", 2):
         one, accum = feasible(plans, config, batch, gib, args, sync)
@@ -1436,7 +1455,8 @@ def print_plan(args, argv):
         mesh = f"dp {one.dp} x tp {one.tp}{', recomputed' * one.recompute}"
         if one.dp == 1:
             break
-        print(f"--sync {sync:<10}{share:>5.0%}  {needed / 1e9:>6,.1f} Gbit/s  ({mesh})")
+        print(f"{heading}--sync {sync:<10}{share:>5.0%}  {needed / 1e9:>6,.1f} Gbit/s  ({mesh})")
+        heading = ""
         if share >= 0.9:
             break
     words = [f"python {shlex.quote(os.path.relpath(__file__))} --gpus {gpus}"]
