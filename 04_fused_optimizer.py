@@ -1262,7 +1262,7 @@ class Forge:
             elif state.factors:
                 squares.append(state.square())
         if wholes and wholes[0].is_cuda:  # in one call; in fp64 torch would copy them all
-            squares.append(nn.utils.get_total_norm(wholes) ** 2)
+            squares.append(nn.utils.get_total_norm(wholes).double() ** 2)
             wholes = []
         squares += [torch.linalg.vector_norm(g, dtype=torch.float64) ** 2 for g in (*wholes, *others)]
         return torch.stack([square.to(self.key.device, torch.float64) for square in squares]).sum().sqrt()
