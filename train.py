@@ -1020,8 +1020,9 @@ def rows_to_keep(args, start):
     ValueError on another program's file."""
     path, kept = Path(args.log), []
     for row in path.read_text().splitlines(True) if path.exists() else ():
+        torn = not row.endswith("\n")
         try:
-            if not row.endswith("\n") or json.loads(row)["step"] > start or not args.resume:
+            if torn and kept or json.loads(row)["step"] > start or torn or not args.resume:
                 break
         except (ValueError, KeyError, TypeError):
             raise ValueError(f"--log {path}: holds other rows than this program's: name another") from None
