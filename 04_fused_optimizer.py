@@ -1243,8 +1243,8 @@ class Forge:
         """The backward passes that follow keep each weight's factors, and change nothing until release() or disarm():
         for clipping, for the sum over micro-batches, for weights that are used more than once. Each weight holds its
         factors as long as they are smaller than its gradient in fp32 (a classifier's: CLASSIFIER_PRICE times), and then
-        that. Factors refer to the inputs of
-        layers and to targets, which must not be written over until then. ValueError as for arm."""
+        that. Factors refer to the inputs of layers and to targets, which must not be written over until then.
+        ValueError as for arm."""
         self.check_group()
         for name, state in self.states.items():
             state.check(name, stash=True)
@@ -1577,11 +1577,11 @@ def forge_classifier(E, C, targets, state, *, gradient="auto", **options):
     gets no gradient, E its ordinary one, made with the old C. Neither the logits nor, armed, dC are ever there.
 
     E (..., D) fp32 or bf16, C (V, D) the weight of `state`, targets (...); gradient "exact", "sparse" or "auto". Exact:
-    for each slice of the vocabulary G, dE += G C, then the step of that slice. Sparse: the same pass that would write
-    a row of dC takes its step, in registers. On a stash()-ing handle C is left as it is.
-    Kept is what makes dC (E, lse and targets; sparse: E and lists) or, if that is not CLASSIFIER_PRICE times smaller,
-    dC itself. Unarmed, and without gradients: 03's own. Beyond what 02 and 03 say, and 4 N D bytes for dE: a slab. A C
-    in another dtype than E is cast to it first, whole.
+    for each slice of the vocabulary G, dE += G C, then the step of that slice. Sparse: the same pass that would write a
+    row of dC takes its step, in registers. On a stash()-ing handle C is left as it is. Kept is what makes dC (E, lse
+    and targets; sparse: E and lists) or, if that is not CLASSIFIER_PRICE times smaller, dC itself. Unarmed, and without
+    gradients: 03's own. Beyond what 02 and 03 say, and 4 N D bytes for dE: a slab. A C in another dtype than E is cast
+    to it first, whole.
     ValueError on what 03 refuses, a bias, a filter, fp16, and a second use before backward."""
     if gradient not in ("exact", "sparse", "auto"):
         raise ValueError(f"gradient is {gradient!r}: use 'exact', 'sparse' or 'auto': a filter leaves no slice whole")

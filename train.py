@@ -1449,13 +1449,13 @@ def print_plan(args, argv):
     # Gradients and weights are sent in fp32, streaming's in 4 bits: a quarter, by 06, of 2 bytes.
     for sync, way, size in ("ddp", "data parallel", 4), ("diloco", "DiLoCo", 4), ("streaming", "+ 4 bit", 2):
         one, accum = feasible(plans, config, batch, gib, args, sync)
+        if one.dp == 1:
+            break
         step = parallel.step_flops(model, batch * model.seq, one.recompute) / (gpus * chip.peak * chip.reach)
         sizes = dict(P=model.params / one.tp, step=step, bits=8 * low_comm.data_parallel_bytes(1, one.dp, size))
         sizes |= dict(H=low_comm.METHODS[sync].inner_steps, fragments=3) if sync != "ddp" else {}
         share, needed = low_comm.utilisation(speed, way, **sizes), low_comm.needed_bandwidth(way, 0.9, **sizes)
         mesh = f"dp {one.dp} x tp {one.tp}{', recomputed' * one.recompute}"
-        if one.dp == 1:
-            break
         print(f"{heading}--sync {sync:<10}{share:>5.0%}  {needed / 1e9:>6,.1f} Gbit/s  ({mesh})")
         heading = ""
         if share >= 0.9:
