@@ -47,6 +47,7 @@ import functools
 import gc
 import importlib
 import itertools
+import json
 import math
 import os
 import signal
@@ -2253,59 +2254,78 @@ def keyed_dropout(x, chance, *key):
 
 class Membership:
     """Who is alive, and what all of them have. A broken connection does not say who died, as survivors break theirs to
-    each other, too, when they leave the old group. So ranks agree through the store that their parent, 01's spawn,
-    keeps, where it also notes whose end it has seen. (torchrun ends all ranks with the first.)"""
+    each other, too, when they leave the old group. So ranks agree through a store in a process that outlasts them, that
+    of MASTER_ADDR and MASTER_PORT: their parent's, if 01's spawn started them, which also notes there whose end it has
+    seen; or torchrun's (which ends all ranks with the first).
+
+    rank: this one's number, which it keeps in every group. members: those of the present group, this one too, or none
+    if it is to join a group at work. timeout: seconds that anything may take. grace: seconds that survivors wait for
+    each other (timeout), but not for those whose end was seen. All must make their Memberships in the same order."""
 
     numbers = itertools.count()  # of this process's Memberships: each has its own keys
 
-    def __init__(self, timeout):
+    def __init__(self, rank, members, timeout, grace=None, device="cpu"):
+        self.rank, self.members, self.device = rank, tuple(members), torch.device(device)
+        self.timeout, self.grace = timeout, timeout if grace is None else grace
         place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         self.store = dist.TCPStore(*place, is_master=False, timeout=datetime.timedelta(seconds=timeout))
-        self.members, self.me = list(range(dist.get_world_size())), dist.get_rank()  # numbers of the first world
-        self.epoch, self.votes, self.timeout, self.prefix = 0, 0, timeout, f"elastic/{next(self.numbers)}"
+        self.epoch, self.votes = 0, 0  # groups before this one; votes in it
+        self.prefix = f"members/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{next(self.numbers)}"
 
     def gone(self, rank):
+        """Whether the parent process has seen its end."""
         return self.store.check([f"gone/{rank}"])
 
-    def agreed(self, good):
-        """Whether all came here with `good`. The last to say yes says it for all; who has an error, sees that somebody
-        is gone, or waits too long, says no. The store keeps what came first, so all read the same."""
-        key, deadline = f"{self.prefix}/{self.epoch}/vote/{self.votes}", time.monotonic() + self.timeout
+    def agreed(self, good, voters=None, terms=lambda: True):
+        """What terms() (JSON) gave the last to come here, if all voters (the members) came with `good`, else None. Who
+        has an error, sees that somebody is gone, or waits too long, says no. The store keeps what came first, so all
+        read the same."""
+        voters, deadline = voters or self.members, time.monotonic() + self.timeout
+        key, before = (f"{self.prefix}/{self.epoch}/vote/{n}" for n in (self.votes, self.votes - 1))
         self.votes += 1
         if not good:
-            self.store.compare_set(key, "", "no")
-        elif self.store.add(f"{key}/yes", 1) == len(self.members):
-            self.store.compare_set(key, "", "yes")
+            self.store.compare_set(key, "", "null")
+        elif self.store.add(f"{key}/yes", 1) == len(voters):
+            self.store.compare_set(key, "", json.dumps(terms()))
+            for name in (before, f"{before}/yes"):  # all have voted here, so all have read that one
+                self.store.delete_key(name)
         while not self.store.check([key]):
-            if any(map(self.gone, self.members)) or time.monotonic() > deadline:
-                self.store.compare_set(key, "", "no")
+            if any(map(self.gone, voters)) or time.monotonic() > deadline:
+                self.store.compare_set(key, "", "null")
             with contextlib.suppress(RuntimeError):  # not yet
                 self.store.wait([key], datetime.timedelta(seconds=0.2))
-        return self.store.get(key) == b"yes"
+        return json.loads(self.store.get(key))
 
-    def rebuild(self):
-        """A new default group of those who are left: each says that it is here, and waits until every other is, or is
-        gone. Destroying the old group closes its connections: who waits in a receive then gets an error, and comes
-        here, too. False when the others have gone on without this rank."""
+    def meet(self, joining=(), news=lambda members: True, patience=None):
+        """The members of the next group: those who are left, and of `joining` who came. Each says that it is here, and
+        waits until every other is, or is gone; who joins waits for them, `patience` seconds (timeout). Leaving the old
+        group closes its connections: who waits in a receive then gets an error, and comes here, too. What
+        news(members) (JSON) gave the first to have them all; None when the others have gone on without this rank."""
         self.epoch, self.votes = self.epoch + 1, 0
         if dist.is_initialized():
             dist.destroy_process_group()
         arrivals.clear()
-        key, deadline = f"{self.prefix}/{self.epoch}", time.monotonic() + self.timeout
+        key, deadline = f"{self.prefix}/{self.epoch}", time.monotonic() + self.grace
         here = lambda r: self.store.check([f"{key}/here/{r}"])  # noqa: E731
-        self.store.set(f"{key}/here/{self.me}", "")
-        while time.monotonic() < deadline and not all(here(r) or self.gone(r) for r in self.members):
-            time.sleep(0.01)
-        seen = ",".join(str(r) for r in self.members if here(r) and not self.gone(r))
-        members = self.store.compare_set(f"{key}/members", "", seen).decode()  # the first view is everybody's
-        members = [int(r) for r in members.split(",")]
-        if self.me not in members:
-            return False
-        self.members = members
-        dist.init_process_group("gloo", store=dist.PrefixStore(f"{key}/group", self.store),
-                                rank=self.members.index(self.me), world_size=len(self.members),
-                                timeout=datetime.timedelta(seconds=self.timeout))
-        return True
+        self.store.set(f"{key}/here/{self.rank}", "")
+        if self.members:
+            expected = sorted({*self.members, *joining})
+            while time.monotonic() < deadline and not all(here(r) or self.gone(r) for r in expected):
+                time.sleep(0.01)
+            seen = [r for r in expected if here(r) and not self.gone(r)]
+            self.store.compare_set(f"{key}/members", "", json.dumps([seen, news(seen)]))  # the first is everybody's
+        self.store.wait([f"{key}/members"], datetime.timedelta(seconds=patience or self.timeout))
+        members, told = json.loads(self.store.get(f"{key}/members"))
+        self.members = tuple(members) if self.rank in members else ()
+        return told if self.members else None
+
+    def connect(self):
+        """The default group of the members. RuntimeError when one of them was lost."""
+        cuda = self.device.type == "cuda"
+        dist.init_process_group(
+            "nccl" if cuda else "gloo", store=dist.PrefixStore(f"{self.prefix}/{self.epoch}/group", self.store),
+            rank=self.members.index(self.rank), world_size=len(self.members),
+            timeout=datetime.timedelta(seconds=self.timeout), device_id=self.device if cuda else None)
 
 
 def reshape_mesh(n, pp, layers):
@@ -2331,7 +2351,8 @@ class Elastic:
     filled with NaN. ElasWave 2510.00606, of which we know the abstract: it also keeps pipelines of unequal length."""
 
     def __init__(self, model, dp, pp, lr=1e-3, chance=0.1, seed=0, timeout=TIMEOUT):
-        self.model, self.membership, self.timeout = model, Membership(timeout), timeout
+        self.model, self.timeout = model, timeout
+        self.membership = Membership(dist.get_rank(), range(dist.get_world_size()), timeout)
         self.chance, self.seed, self.queue, self.moved, self.place = chance, seed, WeightQueue(), 0, None
         for i, block in enumerate(model.blocks):
             block.register_forward_hook(functools.partial(self.drop, i))
@@ -2385,8 +2406,9 @@ class Elastic:
         for _ in before:  # one more may be lost each time
             self.groups = self.sums = None  # a group keeps its connections as long as anybody holds it
             try:
-                if not self.membership.rebuild():
+                if not self.membership.meet():
                     return False
+                self.membership.connect()
                 self.restore(before, owners, pp)
                 good = True
             except (RuntimeError, TimeoutError):  # a connection broke
@@ -3609,7 +3631,7 @@ def check_elastic(cases=(ONE_KILLED, ONE_DISCONNECTED)):
         except OSError as error:
             raise AssertionError(f"{faults}: {error}") from None
         losses, members, mesh_, moved, seconds, forgotten = found
-        left = [rank for rank in range(dp * pp) if rank not in killed]
+        left = tuple(rank for rank in range(dp * pp) if rank not in killed)
         require(members == left and mesh_ == shape, f"{faults}: ranks {members} go on as {mesh_}")
         errors = [abs(a / b - 1) for a, b in zip(losses, want, strict=True)]
         worst = max(errors)

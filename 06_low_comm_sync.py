@@ -44,7 +44,6 @@ import functools
 import hashlib
 import importlib
 import io
-import json
 import math
 import os
 import re
@@ -69,6 +68,7 @@ from torch import nn
 base = importlib.import_module("01_logits_memory")
 cce = importlib.import_module("02_cce_kernel")
 forging = importlib.import_module("04_fused_optimizer")
+parallel = importlib.import_module("05_parallelism")
 HAS_TRITON, MIB, require, must_raise = base.HAS_TRITON, base.MIB, base.require, base.must_raise
 triton, tl, fma = cce.triton, cce.tl, forging.fma
 fused_multiply_add, nearest_integer = cce.fused_multiply_add, forging.nearest_integer
@@ -709,52 +709,38 @@ class Sim:
         pass
 
 
-class Dist:
+class Dist(parallel.Membership):
     """One worker of a torch.distributed group (gloo or NCCL), which may shrink and grow again over gloo.
 
     One thread of its own runs everything that waits for others, in the order of the launches, while the caller goes on
-    computing. What arrived counts only when ALL have it: each worker then adds one to a counter in the store, and the
-    last writes "commit"; who waits too long, saw the connection break or learnt of a member's end writes "abort". The
-    store takes whichever comes first (compare_set), so all read the same verdict and no round is ever applied by half
-    of them. After an abort the survivors form a new group, in which the round is launched again.
+    computing. What arrived counts only when ALL have it, by 05's vote, so that no round is ever applied by half of
+    them. After an abort the survivors form a new group, in which the round is launched again.
 
-    timeout: seconds that anything may take, also the slowest worker's way to a round. grace: seconds that survivors
-    wait for each other (timeout), but not for those whose end 01's spawn has seen. The store is that of MASTER_ADDR and
-    MASTER_PORT, so it should live in a process that outlasts the workers: torchrun's, or the parent of 01's spawn.
-    rank: given only by a worker that joins a group at work, under a number of its own, after as many Dist objects as
-    the others made before. group: the workers are this part of all processes: 05's tensor parallelism cuts each worker
-    over several, and there is a group for each cut. The verdict is then of all processes, so that no cut is a round
-    ahead of another, and after an abort the run ends: a worker that lost a part is of no use."""
+    timeout, grace: 05's; timeout includes the slowest worker's way to a round. rank: given only by a worker that joins
+    a group at work, under a number of its own, after as many Dist objects as the others made before. group: the workers
+    are this part of all processes: 05's tensor parallelism cuts each worker over several, and there is a group for each
+    cut. The verdict is then of all processes, so that no cut is a round ahead of another, and after an abort the run
+    ends: a worker that lost a part is of no use."""
 
-    count, silent = 0, None  # of this process's objects: each has its own keys in the store
+    silent = None
 
     def __init__(self, device="cpu", timeout=60.0, grace=None, rank=None, group=None):
-        self.device, self.timeout, self.group = torch.device(device), timeout, group
-        self.grace = timeout if grace is None else grace
-        self.rank = dist.get_rank(group) if rank is None else rank
-        self.size = max(dist.get_world_size(group) if rank is None else 0, self.rank + 1)
-        self.ranks, self.members = (self.rank,), tuple(range(self.size)) if rank is None else ()
+        late, self.group = rank is not None, group
+        rank, size = (rank, 0) if late else (dist.get_rank(group), dist.get_world_size(group))
+        super().__init__(rank, range(size), timeout, grace, device)
+        self.ranks, self.size = (rank,), max(size, rank + 1)
         self.joined = {r: -1 for r in self.members}  # rank: step at which it came
-        self.bytes_sent, self.broken, self.epoch, self.jobs, self.handled = 0.0, False, 0, 0, 0
-        self.restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self.prefix = f"sync/{self.restart}/{Dist.count}/"
-        Dist.count += 1
-        place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        self.store = dist.TCPStore(*place, is_master=False, timeout=self.wait(timeout))
+        self.bytes_sent, self.broken, self.handled = 0.0, False, 0
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self.thread = concurrent.futures.ThreadPoolExecutor(1, initializer=self.begin)
-        if rank is None and group is None and self.stream is None:  # the same, but its calls end after our timeout
+        if not late and group is None and self.stream is None:  # the same, but its calls end after our timeout
             dist.barrier()  # or who is still connecting would see us leave
             dist.destroy_process_group()
-            self.connect(f"{self.prefix}group")
+            self.connect()
 
     def begin(self):
         if self.stream is not None:
             torch.cuda.set_device(self.device)
-
-    @staticmethod
-    def wait(seconds):
-        return datetime.timedelta(seconds=seconds)
 
     def live(self, number, step):
         """A worker that joined in this very step has no progress of its own: it hears, and is not counted."""
@@ -822,55 +808,33 @@ class Dist:
     def done(self, work):
         """gloo: wait for it, no longer than `timeout`. NCCL: have the stream wait; its watchdog keeps the time."""
         if self.stream is None:
-            work.wait(self.wait(self.timeout))
+            work.wait(datetime.timedelta(seconds=self.timeout))
         else:
             work.wait()
 
-    def gone(self, rank):
-        """Whether the parent process has seen its end."""
-        return self.store.check([f"gone/{rank}"])
-
     def vote(self, good):
         """None if the round is aborted, else what was agreed on with it."""
-        key = f"{self.prefix}{self.epoch}/{self.jobs}"
-        verdict, no = f"{key}/verdict", json.dumps(None)
-        self.jobs += 1
-        if not good:
-            self.store.compare_set(verdict, "", no)
-        elif self.store.add(f"{key}/arrived", 1) == (dist.get_world_size() if self.group else len(self.members)):
-            self.commit(verdict)
-        else:
-            deadline = time.monotonic() + self.timeout
-            while not self.store.check([verdict]):
-                if time.monotonic() > deadline or any(map(self.gone, self.members)):
-                    self.store.compare_set(verdict, "", no)
-                time.sleep(0.01)
-        notes = json.loads(self.store.get(verdict))
+        notes = self.agreed(good, range(dist.get_world_size()) if self.group else self.members, self.terms)
         if notes is not None:
             self.handled = notes["handled"]
+            for ticket in notes["tickets"]:
+                self.store.set(f"{self.prefix}/invitation/{ticket}", str(self.epoch + 1))
         return notes
 
-    def commit(self, verdict):
+    def terms(self):
         """By the last to arrive: wishes that came in since the last round become part of the verdict."""
-        asked = self.store.add(f"{self.prefix}requests", 0)
-        tickets = range(self.handled + 1, asked + 1)
-        names = {n: f"{self.prefix}request/{n}" for n in tickets}
+        asked = self.store.add(f"{self.prefix}/requests", 0)
+        names = {n: f"{self.prefix}/request/{n}" for n in range(self.handled + 1, asked + 1)}
         join = {n: int(self.store.get(name)) for n, name in names.items() if self.store.check([name])}
-        notes = dict(handled=asked, join=sorted(join.values()))
+        notes = dict(handled=asked, tickets=list(join), join=sorted(join.values()))
         for what in ("stop", "halt"):
-            if self.store.check([f"{self.prefix}{what}"]):
-                notes[what] = self.store.get(f"{self.prefix}{what}").decode()
-        mine = json.dumps(notes)
-        if self.store.compare_set(verdict, "", mine).decode() == mine:
-            for ticket in join:
-                self.store.set(f"{self.prefix}invitation/{ticket}", str(self.epoch + 1))
-        if self.jobs > 1:  # all have voted here, so all have read the verdict before
-            for name in ("arrived", "verdict"):
-                self.store.delete_key(f"{self.prefix}{self.epoch}/{self.jobs - 2}/{name}")
+            if self.store.check([f"{self.prefix}/{what}"]):
+                notes[what] = self.store.get(f"{self.prefix}/{what}").decode()
+        return notes
 
     def ask(self, what, text):
         """Have `what` ("stop", "halt") in the notes of the next round, for all workers alike."""
-        self.thread.submit(self.store.set, f"{self.prefix}{what}", text)
+        self.thread.submit(self.store.set, f"{self.prefix}/{what}", text)
 
     def reform(self, step, joining=()):
         """A new group of whoever is there, and of those who join. True when this worker is in it."""
@@ -880,45 +844,25 @@ class Dist:
         return self.thread.submit(self.regroup, step, joining).result()
 
     def regroup(self, step, joining, patience=None):
+        def news(members):  # for those who join, and so that all say the same
+            joined = [self.joined.get(r, step) for r in members]
+            donor = min((r for r in members if r in self.joined), key=lambda r: (self.joined[r], r))
+            return dict(joined=joined, donor=donor, handled=self.handled)
+
         for _ in range(self.size + 3):  # somebody else may fall while the group forms
-            self.epoch, self.jobs, key = self.epoch + 1, 0, f"{self.prefix}epoch{self.epoch + 1}/"
-            if dist.is_initialized():
-                dist.destroy_process_group()
-            here = lambda r: self.store.check([f"{key}here/{r}"])  # noqa: E731, B023
-            self.store.set(f"{key}here/{self.rank}", "")
-            old, deadline = self.members, time.monotonic() + self.grace
-            expected = {*old, *joining} or {self.rank}
-            while old and time.monotonic() < deadline and not all(here(r) or self.gone(r) for r in expected):
-                time.sleep(0.01)
-            if old:
-                joined = {r: self.joined.get(r, step) for r in sorted(expected) if here(r)}
-                donor = min(r for r in old if r in joined)
-                record = dict(joined=joined, donor=donor, handled=self.handled)
-                self.store.compare_set(f"{key}members", "", json.dumps(record))
-            self.store.wait([f"{key}members"], self.wait(patience or self.timeout))
-            record = json.loads(self.store.get(f"{key}members"))
-            joined = {int(r): at for r, at in record["joined"].items()}
-            if self.rank not in joined:
-                self.members = ()
+            told = self.meet(joining, news, patience)
+            if told is None:
                 return False
-            self.joined, self.members = joined, tuple(joined)
-            self.donor, self.handled = record["donor"], record["handled"]
-            self.size = max(self.size, *(r + 1 for r in joined))
+            self.joined = dict(zip(self.members, told["joined"], strict=True))
+            self.donor, self.handled = told["donor"], told["handled"]
+            self.size = max(self.size, *(r + 1 for r in self.members))
             try:
-                self.connect(f"{key}group")
+                self.connect()
             except RuntimeError:
                 continue
             self.broken = False
             return True
         raise RuntimeError(f"no group could be formed in {self.size + 3} attempts: check the network between workers")
-
-    def connect(self, name):
-        store, place = dist.PrefixStore(name, self.store), self.members.index(self.rank)
-        cuda = self.device.type == "cuda"
-        dist.init_process_group(
-            "nccl" if cuda else "gloo", store=store, rank=place, world_size=len(self.members),
-            timeout=self.wait(self.timeout), device_id=self.device if cuda else None,
-        )
 
     def enter(self, patience=600.0):
         """Ask to join a group at work, and wait for its next round."""
@@ -927,11 +871,11 @@ class Dist:
     def request(self, patience):
         deadline = time.monotonic() + patience
         while (left := deadline - time.monotonic()) > 0:  # again, if the group went on without us after all
-            ticket = self.store.add(f"{self.prefix}requests", 1)
-            self.store.set(f"{self.prefix}request/{ticket}", str(self.rank))
-            invitation = f"{self.prefix}invitation/{ticket}"
+            ticket = self.store.add(f"{self.prefix}/requests", 1)
+            self.store.set(f"{self.prefix}/request/{ticket}", str(self.rank))
+            invitation = f"{self.prefix}/invitation/{ticket}"
             try:
-                self.store.wait([invitation], self.wait(left))
+                self.store.wait([invitation], datetime.timedelta(seconds=left))
                 self.epoch, self.members = int(self.store.get(invitation)) - 1, ()
                 if self.regroup(0, (), max(1.0, deadline - time.monotonic())):
                     return
@@ -2297,17 +2241,16 @@ def check_failures(event="kill", steps=80, H=8):
 
 
 def check_votes(timeout=1.0):
-    """All read the same verdict: "commit" only if all have everything, with the same wishes; "abort" if one has not, or
-    never says so."""
+    """All read the same verdict: the same wishes, if all have everything; none, if one has not or never says so."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def vote(rank, good, name):
         worker = object.__new__(Dist)  # without a process group: nothing is sent
         worker.store = dist.TCPStore("127.0.0.1", server.port, is_master=False)
-        worker.prefix, worker.members, worker.timeout = f"{name}/", (0, 1, 2), timeout
-        worker.epoch, worker.jobs, worker.handled, worker.group = 0, 0, 0, None
+        worker.prefix, worker.members, worker.timeout, worker.group = name, (0, 1, 2), timeout, None
+        worker.epoch, worker.votes, worker.handled = 0, 0, 0
         if rank == 1:
-            worker.store.set(f"{worker.prefix}stop", "15")
+            worker.store.set(f"{name}/stop", "15")
         return worker.vote(good)
 
     for name, goods in (("all", (True, True, True)), ("one not", (True, True, False)), ("one silent", (True, True))):
@@ -2362,7 +2305,7 @@ class _OwnFirst(Dist):
 
 class _NoVote(Dist):
     def vote(self, good):
-        self.jobs += 1
+        self.votes += 1
         return dict(handled=0, join=[]) if good else None
 
 

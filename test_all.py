@@ -704,14 +704,14 @@ def test_another_rank_may_be_lost_during_repair():
     found = parallel.in_ranks("train_elastic", 6, [(2, 1, "forward"), (4, 1, "repair")], 3, 2, 8, device="cpu", spare=2)
     losses, members, mesh, _, _, forgotten = found
     want = parallel.in_ranks("undisturbed", 1, device="cpu")
-    assert members == [0, 1, 3, 5] and mesh == (2, 2) and forgotten
+    assert members == (0, 1, 3, 5) and mesh == (2, 2) and forgotten
     assert max(abs(a / b - 1) for a, b in zip(losses, want, strict=True)) <= 1e-12
 
 
 def test_a_rank_that_is_too_slow_is_left_behind():
     losses, members, mesh, *_ = parallel.in_ranks("train_elastic", 4, [(1, 2, "slow")], 2, 2, 6, device="cpu")
     want = parallel.in_ranks("undisturbed", 1, device="cpu")
-    assert members == [0, 2, 3] and mesh == (1, 3)
+    assert members == (0, 2, 3) and mesh == (1, 3)
     assert max(abs(a / b - 1) for a, b in zip(losses, want, strict=True)) <= 1e-12
 
 
