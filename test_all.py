@@ -1782,6 +1782,24 @@ def test_weights_that_are_not_finite_are_never_saved(tiny, capsys, monkeypatch):
     assert all(tensor.isfinite().all() for tensor in kept.values())
 
 
+def test_the_sample_is_of_few_shapes():
+    """The likeliest token after each prefix, found without padding, before and beyond the longest context (80)."""
+    torch.manual_seed(0)
+    model, prompt = base.GPT(base.GPTConfig(64, 80, 2, 2, 32)).to(DEVICE), list(range(60))
+    for p in model.parameters():
+        p.data.normal_(std=0.2)  # so that no two tokens are alike
+    want = list(prompt)
+    with torch.no_grad():
+        for _ in range(30):
+            E = model(torch.tensor([want[-80:]], device=DEVICE))[0, -1]
+            want.append((model.classifier @ E).argmax().item())
+    shapes = set()
+    model.register_forward_pre_hook(lambda module, inputs: shapes.add(tuple(inputs[0].shape)))
+    args = SimpleNamespace(seed=0, sample_tokens=30, sample_top=64, temperature=1e-6, dtype="fp32")
+    assert train.generate(model, prompt, args, torch.device(DEVICE)) == want
+    assert len(set(want[60:])) > 5 and shapes == {(1, 64), (1, 80)}
+
+
 def test_sampling_alone(tiny, capsys):
     tiny()
     capsys.readouterr()

@@ -685,9 +685,13 @@ def generate(model, prompt, args, device):
     ids = list(prompt)
     generator = torch.Generator().manual_seed(args.seed)
     for _ in range(args.sample_tokens):
-        x = torch.tensor([ids[-model.config.seq :]], device=device)  # (1, T)
+        context = ids[-model.config.seq :]
+        # Of few lengths, as a GPU's attention library takes tens of milliseconds to plan for each new one. No position
+        # sees what comes after it.
+        padding = min(-len(context) % 64, model.config.seq - len(context))
+        x = torch.tensor([context + [0] * padding], device=device)  # (1, T)
         with torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bf16"):
-            E = model(x)[0, -1]  # (D,)
+            E = model(x)[0, len(context) - 1]  # (D,)
             logits = E @ model.classifier.T.to(E.dtype)  # (V,), or of this process's classes
             logits = parallel.gather(logits, getattr(model, "group", None), 0).float().cpu()
         best, index = (logits / max(args.temperature, 1e-6)).topk(min(args.sample_top, len(logits)))
