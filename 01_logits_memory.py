@@ -319,6 +319,11 @@ def rotate(x, cos, sin):
     return torch.cat((a * cos - b * sin, a * sin + b * cos), -1)
 
 
+def rms_norm(x):
+    """x (..., D) over the root of its mean square, (..., D), in the dtype of x; without a gain."""
+    return F.rms_norm(x, x.shape[-1:], eps=1e-6).to(x.dtype)  # a fixed eps: torch's default hangs on the dtype
+
+
 def causal_attention(q, k, v):
     """q, k, v (B, H, T, D/H) -> the same shape; each position sees itself and those before it."""
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -345,22 +350,26 @@ class Block(nn.Module):
         return x + self.mlp(self.norm2(x))
 
     def heads(self, qkv, cos, sin):
-        """qkv (B, T, 3 D) -> q and k turned, and v, each (B, H, T, D/H)."""
+        """qkv (B, T, 3 D) -> q and k, normalised and turned, and v, each (B, H, T, D/H)."""
         q, k, v = qkv.unflatten(-1, (-1, 3, self.head)).unbind(3)  # (B, T, H, D/H)
         cos, sin = cos.to(q.dtype), sin.to(q.dtype)  # or bf16 would grow to fp32 here
-        return tuple(t.transpose(1, 2) for t in (rotate(q, cos, sin), rotate(k, cos, sin), v))
+        turned = (rotate(rms_norm(t), cos, sin) for t in (q, k))
+        return tuple(t.transpose(1, 2) for t in (*turned, v))
 
     def mlp(self, x):
         return self.down(F.gelu(self.up(x)))
 
 
-GPT_FORMAT = 3  # of saved weights and what is saved with them
+GPT_FORMAT = 4  # of saved weights and what is saved with them
 
 
 class GPT(nn.Module):
     """A decoder-only transformer that stops before its classifier: forward(tokens (B, T)) -> E (B, T, D).
 
-    `classifier` is a plain (V, D) parameter, not tied to the embedding, so that any loss can be put on top."""
+    Two norms have no parameters. Embeddings begin with elements of 0.02. Without a norm behind them, so would the
+    stream, and the first layer's norm would multiply by 50, in forward and then their gradient in backward: training
+    bursts at the first odd batch. And q and k, normalised, cannot make scores that grow with the weights. `classifier`
+    is a plain (V, D) parameter, not tied to the embedding, so that any loss can be put on top."""
 
     def __init__(self, config):
         super().__init__()
@@ -385,10 +394,14 @@ class GPT(nn.Module):
         T = tokens.shape[1]
         if T > self.config.seq:
             raise ValueError(f"tokens has {T} positions: this model was built for seq = {self.config.seq}")
-        x = self.embedding(tokens)  # (B, T, D)
+        x = self.embed(tokens)
         for block in self.blocks:
             x = block(x, self.cos[:T], self.sin[:T])
         return self.norm(x)
+
+    def embed(self, tokens):
+        """tokens (B, T) -> the stream's beginning (B, T, D), each token's embedding normalised."""
+        return rms_norm(self.embedding(tokens))
 
 
 class Corpus(NamedTuple):
@@ -445,12 +458,14 @@ def activation_bytes(config, tokens, autocast=False, fused_norm=False):
 
     A layer keeps, in multiples of D elements a token: the stream before each half 2, norm outputs 2, q k v 3, turned q
     and k 2, attention 1, MLP 4 + 4, in all 18; a norm that is not one fused kernel also keeps its normalised input, 2
-    more. After the layers: the last stream, E, and the last norm likewise. Autocast keeps the stream, the unfused norms
-    and E in fp32, the rest in bf16, and with it a bf16 copy of every matrix."""
+    more. (The norms of q and k keep these, which are there, and a number a head; unfused under autocast both again, in
+    fp32.) Before the layers: what is looked up,
+    for its norm. After them: the last stream, E, and the last norm likewise. Autocast keeps the stream, the unfused
+    norms and E in fp32, the rest in bf16, and with it a bf16 copy of every matrix."""
     norms = 1 if fused_norm else 2  # fp32 tensors that a norm keeps
-    layer = 2 * norms * 4 + 16 * (2 if autocast else 4)
+    layer = 2 * norms * 4 + 16 * (2 if autocast else 4) + 2 * 4 * (autocast and not fused_norm)
     copies = 2 * 12 * config.layers * config.dim**2 if autocast else 0
-    return tokens * config.dim * (config.layers * layer + (norms + 1) * 4) + copies
+    return tokens * config.dim * (config.layers * layer + (norms + 2) * 4) + copies
 
 
 # ==== 5. Predictions beside measurements: ledger, clock, byte counter, device =========================================

@@ -53,6 +53,7 @@ bias; ghost norms of weights with several uses.
 import copy
 import functools
 import importlib
+import itertools
 import json
 import math
 import statistics
@@ -60,8 +61,8 @@ import sys
 import textwrap
 import weakref
 import zlib
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from types import SimpleNamespace
 from typing import NamedTuple
 from unittest import mock
 
@@ -121,7 +122,7 @@ class AdamW:
     eps: float = 1e-8
     weight_decay: float = 0.01
     moments = ("m", "v")
-    code = 0
+    code, elementwise = 0, True
 
     def __post_init__(self):
         check_hyperparameters(self, *self.betas)
@@ -139,35 +140,13 @@ class AdamW:
 
 
 @dataclass(frozen=True)
-class Lion:
-    """Sign of an interpolated momentum, decoupled decay, arXiv 2302.06675. One moment instead of two."""
-
-    betas: tuple = (0.9, 0.99)
-    weight_decay: float = 0.1
-    moments = ("m",)
-    code = 1
-
-    def __post_init__(self):
-        check_hyperparameters(self, *self.betas)
-
-    def scalars(self, lr, step):
-        return 1 - lr * self.weight_decay, 1 - self.betas[0], 1 - self.betas[1], -lr
-
-    @staticmethod
-    def update(p, g, m, v, s):
-        u = fma(g - m, s[1], m)
-        sign = u.sign().where(~u.isnan(), u)  # torch's sign of NaN is 0: it must not vanish
-        return fma(sign, s[3], p * s[0]), fma(g - m, s[2], m), None
-
-
-@dataclass(frozen=True)
 class SGD:
     """Heavy-ball momentum, weight decay added to the gradient: torch.optim.SGD(foreach=False)."""
 
     momentum: float = 0.9
     weight_decay: float = 0.0
     moments = ("m",)
-    code = 2
+    code, elementwise = 1, True
 
     def __post_init__(self):
         check_hyperparameters(self, self.momentum)
@@ -181,11 +160,31 @@ class SGD:
         return fma(m, s[2], p), m, None
 
 
-RULES = (AdamW, Lion, SGD)
-NOT_ELEMENTWISE = {
-    "muon": "orthogonalises the whole matrix", "adafactor": "sums over rows and columns of the squared gradient",
-    "lamb": "scales by the norm of the layer's update", "lars": "scales by the norm of the layer's gradient",
-    "shampoo": "multiplies by matrices made of the whole gradient",
+@dataclass(frozen=True)
+class Muon:
+    """Momentum, made orthogonal (section 2), decoupled decay: K. Jordan 2024, arXiv 2502.16982. One moment; for
+    matrices of layers. Its update() is the second half of a step: g is what move_momentum() and orthogonal() made."""
+
+    momentum: float = 0.95
+    weight_decay: float = 0.0
+    moments = ("m",)
+    code, elementwise = 2, False
+
+    def __post_init__(self):
+        check_hyperparameters(self, self.momentum)
+
+    def scalars(self, lr, step):
+        return 1 - lr * self.weight_decay, 1 - self.momentum, self.momentum, -lr
+
+    @staticmethod
+    def update(p, g, m, v, s):
+        return fma(g, s[3], p * s[0]), None, None
+
+
+RULES = (AdamW, SGD, Muon)
+NOT_HERE = {
+    "adafactor": "sums over rows and columns of the squared gradient", "lamb": "scales by the norm of the update",
+    "lars": "scales by the norm of the gradient", "shampoo": "multiplies by matrices made of the whole gradient",
 }
 
 
@@ -194,13 +193,85 @@ def check_rule(rule):
     if isinstance(rule, RULES):
         return
     name = rule if isinstance(rule, str) else getattr(rule, "__name__", type(rule).__name__)
-    why = NOT_ELEMENTWISE.get(name.lower())
+    why = NOT_HERE.get(name.lower())
     if why:
         raise ValueError(f"rule {name} is not element-wise: it {why}, so no tile can be stepped alone: skip=... those")
-    raise ValueError(f"rule is {rule!r}: pass AdamW(...), Lion(...) or SGD(...) of this file")
+    raise ValueError(f"rule is {rule!r}: pass AdamW(...), SGD(...) or Muon(...) of this file")
 
 
-# ==== 2. The layouts, and the cost model: bytes a parameter, held and moved ===========================================
+# ==== 2. Muon: a rule that wants a whole matrix, and what it gives for that ===========================================
+
+# What moves a layer is the matrix it multiplies by. A gradient dW = U S V^T is the sum of a few strong directions (its
+# large singular values) and many weak ones, and so is its momentum: a step along it turns the strong ones only. Muon
+# keeps the directions and makes all of them equally strong: the update is U V^T, the orthogonal matrix nearest to the
+# momentum, times the rate. Two things follow. Its size does not depend on the gradient's: a batch whose gradient is a
+# hundred times its neighbours' moves the weights no further than any other, so nothing needs to be clipped, and the
+# step can be taken as soon as dW is there, inside backward. And it has no second moment.
+#
+# An SVD would be slow on a GPU. Newton-Schulz makes (nearly) the same of matrix products alone. An odd polynomial of X,
+#     p(X) = a X + b (X X^T) X + c (X X^T)^2 X = U p(S) V^T,     p(s) = a s + b s^3 + c s^5,
+# acts on each singular value by itself. X is first divided by its norm, so that all of them lie in 0 ... 1. To converge
+# to 1 for good, p would need p(1) = 1 and p'(1) = 0, and then a slope at 0 of 1.875 at most: small values, most of them
+# are below 0.01, would grow too slowly. Jordan's coefficients give up convergence for the steepest start: a = 3.4445
+# each step, and what has arrived is kicked about between 0.68 and 1.16 instead of settling at 1. That is near enough to
+# train with. Five steps bring whatever was above 0.005 of the norm there:
+#
+#     before      .001   .002   .005   .01    .02    .05    .1     .2     .5     1
+#     1 step      .003   .007   .017   .034   .069   .172   .340   .651  1.189   .701      one # for .05:
+#     2 steps     .012   .024   .059   .118   .236   .567   .992  1.162   .896  1.114      before   ##
+#     3 steps     .041   .082   .203   .400   .751  1.202   .707   .815   .824   .721      after    ##############
+#     4 steps     .140   .279   .661  1.093  1.050   .944  1.107   .953   .938  1.090               #################
+#     5 steps     .471   .860  1.154   .699   .682   .758   .712   .747   .765   .696      (what is not noise is alike)
+#
+# One thing is ours: the momentum is a mean of gradients that were divided by their norm. A plain mean is ruled by the
+# longest of the last twenty or so; at the start, where gradients shrink from step to step, those are the oldest, and
+# after a burst it is the burst. (Clipping at 1, which needs the whole model's gradient first, helped Muon for the same
+# reason: README has the figures.)
+#
+# It costs, in a matrix with m <= n of rows and columns, 5 (4 m^2 n + 2 m^3) FLOP however many tokens there are. For
+# GPT-2 small that is 3 % of a step of 65,536 tokens; for a model of 7 billion parameters and 16,384 tokens as much as
+# the rest of the step. In 16 bits three roundings an entry and step do no harm: p forgives errors of a few per cent.
+
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+STEPS = 5
+
+
+def rate_of_shape(M, K):
+    """Of the update's (M, K): with it a step changes the outputs as much for a tall matrix as for a square one, since
+    an orthogonal matrix with M > K has columns of length 1, hence elements sqrt(K / M) smaller than a square's."""
+    return math.sqrt(max(1, M / K))
+
+
+@torch.no_grad()
+@cce.without_autocast
+def orthogonal(U):
+    """U (M, K), or a stack (E, M, K) of which each is a matrix of its own; any float dtype, overwritten -> nearly U V^T
+    of its singular vectors, times rate_of_shape. 0 stays 0 and NaN stays NaN. Peak: U and orthogonal_bytes()."""
+    M, K = U.shape[-2:]
+    wide, multiply_add = torch.promote_types(U.dtype, torch.float32), torch.addmm if U.dim() == 2 else torch.baddbmm
+    norm = torch.linalg.vector_norm(U, dim=(-2, -1), keepdim=True, dtype=wide)
+    X = U.div_(norm.clamp(min=torch.finfo(wide).tiny))
+    for step in range(1, STEPS + 1):
+        scale = rate_of_shape(M, K) if step == STEPS else 1.0
+        a, b, c = (scale * coefficient for coefficient in NEWTON_SCHULZ)
+        A = X @ X.mT if M <= K else X.mT @ X  # (m, m), of the shorter side: X (X^T X) is (X X^T) X
+        B = multiply_add(A, A, A, beta=b, alpha=c)
+        X = multiply_add(X, B, X, beta=a) if M <= K else multiply_add(X, X, B, beta=a)
+    return X
+
+
+def orthogonal_flops(M, K):
+    """FLOPs of orthogonal() of one matrix."""
+    m, n = sorted((M, K))
+    return STEPS * (4 * m * m * n + 2 * m**3)
+
+
+def orthogonal_bytes(M, K, itemsize=2):
+    """Bytes that Muon holds beside dW for its time: the momentum's look ahead, the next X, and two of (m, m)."""
+    return itemsize * (2 * M * K + 2 * min(M, K) ** 2)
+
+
+# ==== 3. The layouts, and the cost model: bytes a parameter, held and moved ===========================================
 
 GROUP = 128  # elements of a row that share the scales of their 8-bit codes
 SLAB = 32 * MIB  # bytes of gradient alive at a time in v2: in fp32, two waves of 128 x 256 tiles on an H200
@@ -247,7 +318,8 @@ def traffic_bytes(rule, layout, fused):
 
 
 class Plan(NamedTuple):
-    """How a weight is updated: "hook", "slab" or "fused"; rows and columns of dW that exist at a time; their bytes."""
+    """How a weight is updated: "hook", "slab", "fused" or, with Muon, "matrix"; rows and columns of dW that exist at a
+    time; their bytes."""
 
     rung: str
     rows: int
@@ -292,6 +364,14 @@ def plan_update(M, K, N, layout, rung="auto", slab=SLAB, itemsize=4, by_rows=Fal
     return Plan("slab", rows, cols, itemsize * rows * cols)
 
 
+def plan_matrices(M, K, matrices, slab=SLAB):
+    """The Plan for Muon, of a weight (M, K) in which so many matrices lie: as many of them at a time as a slab holds,
+    and always one."""
+    rows = M // matrices
+    rows *= max(1, min(matrices, slab // (4 * rows * K)))
+    return Plan("matrix", rows, K, 4 * rows * K)
+
+
 @functools.cache
 def slab_shape(M, K, elements, multiprocessors=132):
     """Rows and columns of the slabs of at most `elements` that cover (M, K) with the fewest waves of 128 x 256 tiles,
@@ -314,7 +394,7 @@ def slab_shape(M, K, elements, multiprocessors=132):
     return best[1]
 
 
-# ==== 3. Rounding: random bits that belong to the element, and 8-bit codes ============================================
+# ==== 4. Rounding: random bits that belong to the element, and 8-bit codes ============================================
 
 # Stochastic rounding to bf16: the 16 bits that are dropped decide by chance whether the rest goes up, so that the mean
 # of many roundings is the number itself. The bits come from Philox, a function of a key and a counter without memory:
@@ -395,12 +475,25 @@ def decode_v(code, scale):
     return (x * x).flatten(1)[:, : code.shape[1]]
 
 
+def read_m(f, at, scale_at):
+    """The elements `at` of m of Fields f, in fp32."""
+    return f.m[at].float() if f.m_scale is None else decode_m(f.m[at], f.m_scale[scale_at])
+
+
+def write_m(f, at, scale_at, m, noise):
+    """Store them, in f's form. noise: that of W, for bf16."""
+    if f.m_scale is not None:
+        f.m[at], f.m_scale[scale_at] = encode_m(m)
+    else:
+        f.m[at] = round_to_bf16(m, noise * as_int(NOISE_M) & 0xFFFF) if f.m.dtype == torch.bfloat16 else m
+
+
 def as_int(constant):
     """The number in a tl.constexpr."""
     return getattr(constant, "value", constant)
 
 
-# ==== 4. The step of a block in Triton: one pass, every byte of state read and written once ===========================
+# ==== 5. The step of a block in Triton: one pass, every byte of state read and written once ===========================
 
 SLOTS = tl.constexpr(32)  # places for by-products, so that thousands of programs do not queue for one
 
@@ -417,11 +510,11 @@ if INTERPRETED:
 
 class Fields(NamedTuple):
     """What the kernels need of a weight (M, K), as one argument. Fields that its rule or layout lacks are None, and
-    what would use them is not compiled."""
+    what would use them is not compiled. Without m, a kernel is given no gradient but a ready update, Muon's."""
 
     W: torch.Tensor  # (M, K)
     master: torch.Tensor | None  # (M, K)
-    m: torch.Tensor  # (M, K)
+    m: torch.Tensor | None  # (M, K)
     v: torch.Tensor | None  # (M, K)
     m_scale: torch.Tensor | None  # (M, groups)
     v_scale: torch.Tensor | None  # (M, groups)
@@ -466,16 +559,15 @@ def adamw_tile(p, g, m, v, a, EXACT: tl.constexpr):
 
 
 @triton.jit
-def lion_tile(p, g, m, a):
-    u = fused_multiply_add(g - m, a[1], m)
-    sign = tl.where(u > 0, 1.0, tl.where(u < 0, -1.0, u))  # u itself: 0, or NaN, which must not vanish
-    return fused_multiply_add(sign, a[3], p * a[0]), fused_multiply_add(g - m, a[2], m)
-
-
-@triton.jit
 def sgd_tile(p, g, m, a):
     m = m * a[1] + fused_multiply_add(p, a[0], g)
     return fused_multiply_add(m, a[2], p), m
+
+
+@triton.jit
+def look_ahead(g, m, momentum):
+    """Nesterov's: where the momentum will be if this gradient comes once more."""
+    return fused_multiply_add(m - g, momentum, g)
 
 
 @triton.jit
@@ -528,45 +620,79 @@ def spread(x, ROWS: tl.constexpr, COLS: tl.constexpr, GROUP: tl.constexpr):
 
 
 @triton.jit
+def places_of_scales(s, row, col, row_stop, col_stop, GROUP: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Where the scales of the tile's codes are (ROWS, groups), and which of them there are."""
+    rows, group = row + tl.arange(0, ROWS), col // GROUP + tl.arange(0, COLS // GROUP)
+    mask = (rows < row_stop)[:, None] & (group * GROUP < col_stop)[None, :]
+    return rows.to(tl.int64)[:, None] * s.groups + group[None, :], mask
+
+
+@triton.jit
+def load_m(
+    s, at, inside, row, col, row_stop, col_stop, GROUP: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
+):
+    """read_m of the tile (ROWS, COLS) at (row, col), whose elements are `at`."""
+    m = tl.load(s.m + at, mask=inside, other=0)
+    if s.m_scale is not None:
+        scale_at, scaled = places_of_scales(s, row, col, row_stop, col_stop, GROUP, ROWS, COLS)
+        y = from_code(m)
+        scale = spread(tl.load(s.m_scale + scale_at, mask=scaled, other=0.0), ROWS, COLS, GROUP)
+        m = quotient(y * scale, 254.0 - tl.abs(y), False)
+    return m.to(tl.float32)
+
+
+@triton.jit
+def store_m(
+    s, m, at, inside, key, row, col, row_stop, col_stop, GROUP: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
+):
+    """write_m, which makes its noise itself."""
+    if s.m_scale is not None:
+        scale_at, scaled = places_of_scales(s, row, col, row_stop, col_stop, GROUP, ROWS, COLS)
+        top = top_of_groups(tl.where(inside, tl.abs(m), 0.0), ROWS, COLS, GROUP)
+        wide = spread(top, ROWS, COLS, GROUP)
+        y = quotient(254.0 * m, tl.where(wide == 0.0, 1.0, wide) + tl.abs(m), False)
+        tl.store(s.m + at, nearest_integer(y).to(tl.int8), mask=inside)
+        tl.store(s.m_scale + scale_at, top, mask=scaled)
+    elif s.m.dtype.element_ty == tl.bfloat16:
+        noise = tile_bits(key, row, col, ROWS, COLS)
+        tl.store(s.m + at, to_bf16(m, noise * NOISE_M & 0xFFFF), mask=inside)
+    else:
+        tl.store(s.m + at, m, mask=inside)
+
+
+@triton.jit
 def update_tile(
     g, s, scalars, key, row, col, row_stop, col_stop, RULE: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
     """The step of the tile (ROWS, COLS) at (row, col) of a weight with Fields s; g is its gradient, fp32, 0 from
-    row_stop and col_stop on, where the tile ends. Returns each element's |change|, infinite if it is not finite."""
+    row_stop and col_stop on, where the tile ends (of a weight without m: its update). Returns each element's |change|,
+    infinite if it is not finite."""
     rows, cols = row + tl.arange(0, ROWS), col + tl.arange(0, COLS)
     inside = (rows < row_stop)[:, None] & (cols < col_stop)[None, :]
     at = rows.to(tl.int64)[:, None] * s.K + cols[None, :]
-    if s.m_scale is not None:
-        group = col // GROUP + tl.arange(0, COLS // GROUP)
-        scale_at = rows.to(tl.int64)[:, None] * s.groups + group[None, :]
-        scaled = (rows < row_stop)[:, None] & (group * GROUP < col_stop)[None, :]
-
     if s.master is not None:
         old = tl.load(s.master + at, mask=inside, other=0.0)
     else:
         old = tl.load(s.W + at, mask=inside, other=0.0).to(tl.float32)
-    m = tl.load(s.m + at, mask=inside, other=0)
-    if s.m_scale is not None:
-        y = from_code(m)
-        scale = spread(tl.load(s.m_scale + scale_at, mask=scaled, other=0.0), ROWS, COLS, GROUP)
-        m = quotient(y * scale, 254.0 - tl.abs(y), False)
-    m = m.to(tl.float32)
-    if s.v is not None:
-        v = tl.load(s.v + at, mask=inside, other=0)
-        if s.v_scale is not None:
-            root = from_code(v) * spread(tl.load(s.v_scale + scale_at, mask=scaled, other=0.0), ROWS, COLS, GROUP)
-            v = root * root
-        v = v.to(tl.float32)
 
-    g *= scalars[7]  # clipping
-    EXACT: tl.constexpr = s.m.dtype.element_ty == tl.float32  # rounding to 16 or 8 bits hides the rest
-    if RULE == 0:
-        p, m, v = adamw_tile(old, g, m, v, scalars, EXACT)
-    elif RULE == 1:
-        p, m = lion_tile(old, g, m, scalars)
+    if s.m is None:
+        p = fused_multiply_add(g, scalars[3], old * scalars[0])
     else:
-        p, m = sgd_tile(old, g, m, scalars)
+        EXACT: tl.constexpr = s.m.dtype.element_ty == tl.float32  # rounding to 16 or 8 bits hides the rest
+        m = load_m(s, at, inside, row, col, row_stop, col_stop, GROUP, ROWS, COLS)
+        if s.v is not None:
+            v = tl.load(s.v + at, mask=inside, other=0)
+            if s.v_scale is not None:
+                scale_at, scaled = places_of_scales(s, row, col, row_stop, col_stop, GROUP, ROWS, COLS)
+                root = from_code(v) * spread(tl.load(s.v_scale + scale_at, mask=scaled, other=0.0), ROWS, COLS, GROUP)
+                v = root * root
+            v = v.to(tl.float32)
+        g *= scalars[7]  # clipping
+        if RULE == 0:
+            p, m, v = adamw_tile(old, g, m, v, scalars, EXACT)
+        else:
+            p, m = sgd_tile(old, g, m, scalars)
 
     if s.master is not None:
         tl.store(s.master + at, p, mask=inside)
@@ -577,26 +703,19 @@ def update_tile(
     else:
         tl.store(s.W + at, p, mask=inside)
 
-    if s.m_scale is not None:
-        top = top_of_groups(tl.where(inside, tl.abs(m), 0.0), ROWS, COLS, GROUP)
-        wide = spread(top, ROWS, COLS, GROUP)
-        y = quotient(254.0 * m, tl.where(wide == 0.0, 1.0, wide) + tl.abs(m), False)
-        tl.store(s.m + at, nearest_integer(y).to(tl.int8), mask=inside)
-        tl.store(s.m_scale + scale_at, top, mask=scaled)
-        if s.v is not None:
+    if s.m is not None:
+        store_m(s, m, at, inside, key, row, col, row_stop, col_stop, GROUP, ROWS, COLS)
+    if s.v is not None:
+        if s.v_scale is not None:
             root = tl.where(inside, square_root(v, EXACT), 0.0)
             top = top_of_groups(root, ROWS, COLS, GROUP)
             y = root * spread(255.0 * tl.div_rn(1.0, tl.where(top == 0.0, 1.0, top)), ROWS, COLS, GROUP)
             code = tl.where(root > 0, tl.maximum(nearest_integer(y) & 0xFFFF, V_FLOOR), 0)
             tl.store(s.v + at, code.to(tl.uint8), mask=inside)
             tl.store(s.v_scale + scale_at, tl.div_rn(top, 255.0), mask=scaled)
-    elif s.m.dtype.element_ty == tl.bfloat16:
-        tl.store(s.m + at, to_bf16(m, noise * NOISE_M & 0xFFFF), mask=inside)
-        if s.v is not None:
+        elif s.v.dtype.element_ty == tl.bfloat16:
             tl.store(s.v + at, to_bf16(v, noise * NOISE_V & 0xFFFF), mask=inside)
-    else:
-        tl.store(s.m + at, m, mask=inside)
-        if s.v is not None:
+        else:
             tl.store(s.v + at, v, mask=inside)
     change = tl.abs(p - old)  # a maximum need not keep a NaN, so what is not finite counts as infinite
     return tl.where(inside, tl.where(change < float("inf"), change, float("inf")), 0.0)
@@ -613,7 +732,8 @@ def record(s, squares, change):
     """A program's totals. (relaxed: the default order makes every program wait for its stores, which doubled the time
     of the 16- and 8-bit layouts. Once a program, not a tile: that took up to 8 % of a step by lists.)"""
     slot = s.telemetry + tl.program_id(0) % SLOTS
-    tl.atomic_add(slot, squares.to(tl.float64), sem="relaxed")
+    if s.m is not None:  # or else they are no gradient's
+        tl.atomic_add(slot, squares.to(tl.float64), sem="relaxed")
     tl.atomic_max(slot + SLOTS, change.to(tl.float64), sem="relaxed")
 
 
@@ -634,7 +754,29 @@ def step_kernel(
     record(s, squares, change)
 
 
-# ==== 5. v3, FORGE: the tile of dW stays in registers =================================================================
+@triton.jit
+def momentum_kernel(
+    G, norms, U, s, matrix, row, row_stop, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):
+    """move_momentum of the rows from `row` up to row_stop, whose gradient is G (R, K), fp32. matrix: rows of one."""
+    across = tl.cdiv(s.K, BLOCK_K)
+    down, col = tl.program_id(0) // across * BLOCK_M, tl.program_id(0) % across * BLOCK_K
+    rows, cols = down + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_K)
+    inside = (rows < row_stop - row)[:, None] & (cols < s.K)[None, :]
+    here = rows.to(tl.int64)[:, None] * s.K + cols[None, :]  # in G and U
+    at = (row + rows).to(tl.int64)[:, None] * s.K + cols[None, :]
+    scalars, key = constants(s)
+    raw, norm = tl.load(G + here, mask=inside, other=0.0), tl.load(norms + rows // matrix, rows < row_stop - row, 1.0)
+    g = tl.div_rn(raw, tl.broadcast_to(tl.where(norm == 0.0, 1.0, norm)[:, None], raw.shape))
+    m = load_m(s, at, inside, row + down, col, row_stop, s.K, GROUP, BLOCK_M, BLOCK_K)
+    m = fused_multiply_add(g - m, scalars[1], m)
+    store_m(s, m, at, inside, key, row + down, col, row_stop, s.K, GROUP, BLOCK_M, BLOCK_K)
+    tl.store(U + here, look_ahead(g, m, scalars[2]).to(U.dtype.element_ty), mask=inside)
+    squares = tl.sum(tl.sum(raw * raw, 1), 0)
+    record(s, squares, tl.where(squares < float("inf"), 0.0, float("inf")))
+
+
+# ==== 6. v3, FORGE: the tile of dW stays in registers =================================================================
 
 
 @triton.jit
@@ -706,7 +848,16 @@ def listed_kernel(
     record(s, squares, change)
 
 
-# ==== 6. A weight with its state: the three rungs ====================================================================
+# ==== 7. A weight with its state: the three rungs ====================================================================
+
+
+class Ranks(NamedTuple):
+    """Of a matrix that is cut over ranks, of which each takes part in Muon's step: functions that sum a tensor over the
+    ranks, join their parts to the whole matrix, and take this rank's part of that (05's ranks_of)."""
+
+    total: Callable
+    join: Callable
+    own_part: Callable
 
 
 class State:
@@ -715,20 +866,22 @@ class State:
     tensors: what a checkpoint has to hold beside the weight itself: "master" (M, K) fp32, "m", "v" (M, K) in the
     layout's dtypes, "m_scale", "v_scale" (M, groups) fp32, as far as rule and layout have them."""
 
-    def __init__(self, handle, name, weight, origin, telemetry):
-        self.handle, self.name, self.weight, self.origin, self.telemetry = handle, name, weight, origin, telemetry
+    def __init__(self, handle, name, weight, rule, scalars, origin, telemetry, matrices=1, ranks=None):
+        self.handle, self.name, self.weight, self.rule = handle, name, weight, rule
+        self.origin, self.telemetry, self.ranks = origin, telemetry, ranks
         self.number = zlib.crc32(name.encode()) >> 1  # another weight has other noise, whatever else is in the model
         (M, K), device, form = weight.shape, weight.device, LAYOUTS[handle.layout]
+        self.rows = M // matrices  # of one matrix
         self.tensors = {"master": weight.detach().float().clone()} if form.master else {}
         self.dtype = weight.dtype  # of what an embedding returns
         weight.data = weight.data.to(form.weight).contiguous()
-        for moment, dtype in zip(handle.rule.moments, form.moments, strict=False):
+        for moment, dtype in zip(rule.moments, form.moments, strict=False):
             self.tensors[moment] = torch.zeros(M, K, dtype=dtype, device=device)
             if handle.layout == "int8":
                 self.tensors[f"{moment}_scale"] = torch.zeros(M, math.ceil(K / GROUP), device=device)
         optional = {key: self.tensors.get(key) for key in ("master", "m", "v", "m_scale", "v_scale")}
         self.fields = Fields(
-            W=weight.detach(), **optional, scalars=handle.scalars, key=handle.key, telemetry=telemetry,
+            W=weight.detach(), **optional, scalars=scalars, key=handle.key, telemetry=telemetry,
             place=torch.tensor([self.number, *origin], device=device), K=K, groups=math.ceil(K / GROUP),
         )
         self.version, self.updated, self.uses, self.plan = weight._version, False, weakref.WeakSet(), None
@@ -767,22 +920,47 @@ class State:
         return type(None), ()
 
     def step(self, gradient, row=0, col=0):
-        """One step of the block of W at (row, col) that `gradient` (R, C), any float dtype, belongs to.
+        """One step of the block of W at (row, col) that `gradient` (R, C), any float dtype, belongs to: with Muon whole
+        matrices.
 
         Blocks of a step must not overlap. ValueError when it is not armed, or the block does not lie in W on a border
-        of 128 columns (int8) or 8 (bf16)."""
+        of 128 columns (int8) or 8 (bf16), or with Muon of a matrix."""
         self.check_block(row, col, gradient.shape)
+        fields = self.fields
+        if isinstance(self.rule, Muon):
+            gradient, fields = self.orthogonal_update(gradient, row), fields._replace(m=None, m_scale=None)
         if self.handle.backend == "torch":
-            torch_step(self, gradient, row, col)
+            torch_step(self, fields, gradient, row, col)
         else:
             R, C = gradient.shape
             gradient = cce.rows_contiguous(gradient)
             tiles = TILES["step"]
             grid = (triton.cdiv(R, tiles["BLOCK_M"]) * triton.cdiv(C, tiles["BLOCK_K"]),)
             step_kernel[grid](
-                gradient, self.fields, row, col, row + R, col + C, gradient.stride(0), **self.options(), **tiles
+                gradient, fields, row, col, row + R, col + C, gradient.stride(0), **self.options(), **tiles
             )
         self.written()
+
+    def orthogonal_update(self, gradient, row):
+        """Muon's first half, for the whole matrices whose rows begin at `row`: moves their momentum by their gradient
+        (R, K) and returns the update (R, K). Of a matrix that is cut over ranks each moves its part of the momentum,
+        and all of them make the whole update."""
+        (R, K), ranks = gradient.shape, self.ranks
+        parts = gradient.view(-1, self.rows, K)  # (E, rows, K)
+        norms = torch.linalg.vector_norm(parts, dim=(1, 2), dtype=torch.float32)  # (E,)
+        norms = ranks.total(norms**2).sqrt() if ranks else norms
+        U = torch.empty(R, K, dtype=self.handle.narrow, device=gradient.device)
+        if self.handle.backend == "torch":
+            move_momentum(self, gradient, norms, U, row)
+        else:
+            gradient, tiles = gradient.float().contiguous(), TILES["step"]
+            grid = (triton.cdiv(R, tiles["BLOCK_M"]) * triton.cdiv(K, tiles["BLOCK_K"]),)
+            fusion = {} if INTERPRETED else dict(enable_fp_fusion=False)
+            momentum_kernel[grid](gradient, norms, U, self.fields, self.rows, row, row + R, GROUP=GROUP, **fusion,
+                                  **tiles)
+        if ranks:
+            return ranks.own_part(orthogonal(ranks.join(U)))
+        return orthogonal(matrices_of(U, self.rows)).view(R, K)
 
     def consume(self, factors):
         """The whole step of this weight, whose gradient is the sum of these factors."""
@@ -790,7 +968,10 @@ class State:
         only = factors[0] if len(factors) == 1 else None
         if isinstance(only, Whole):
             self.plan = None
-            return self.step(only.gradient)
+            size = len(self.weight) if self.rule.elementwise else self.handle.plan(self, None).rows
+            for start, stop in cce.pieces(len(self.weight), size):
+                self.step(only.gradient[start:stop], start)
+            return
         plan = self.plan = self.handle.plan(self, len(only.X) if isinstance(only, Product) else None)
         if isinstance(only, Listed) and self.handle.backend == "triton":
             self.step_listed(only.columns)
@@ -801,8 +982,9 @@ class State:
 
     def keep(self, factor, price=1):
         """A factor for later; or, once dW itself is smaller than `price` times the factors, a part of that."""
+        first = not self.factors
         if whole := self.whole(factor, price):
-            factor.write(self, whole.gradient, 0, 0, add=True)
+            factor.write(self, whole.gradient, 0, 0, add=not first)
         else:
             self.factors.append(factor)
             read = [*tensors_of(factor), self.weight] if isinstance(factor, Classes) else tensors_of(factor)
@@ -859,13 +1041,14 @@ class State:
     def options(self):
         """No contraction of a * b + c beyond those written: they would round once where torch rounds twice."""
         fusion = {} if INTERPRETED else dict(enable_fp_fusion=False)
-        return dict(RULE=self.handle.rule.code, GROUP=GROUP, **fusion)
+        return dict(RULE=self.rule.code, GROUP=GROUP, **fusion)
 
     def slabs(self, factors, rows, cols, M=None, dtype=None):
-        """v2. Yield (slab, row, column): a gradient (M, K), by default of all of W, a sum over factors (section 7),
+        """v2. Yield (slab, row, column): a gradient (M, K), by default of all of W, a sum over factors (section 8),
         block by block. One buffer takes the slabs in turn; each is made after the step of those before it."""
         M, K = M or len(self.weight), self.weight.shape[1]
-        dtype = dtype or (self.handle.gradient if len(factors) == 1 else torch.float32)  # rounded once, if at all
+        once = len(factors) == 1 and not isinstance(self.rule, Muon)
+        dtype = dtype or (self.handle.gradient if once else torch.float32)  # rounded once, if at all
         buffer = self.handle.buffer(min(rows, M) * min(cols, K), dtype)
         for top, bottom in cce.pieces(M, rows):
             for left, right in cce.pieces(K, cols):
@@ -884,7 +1067,7 @@ class State:
         """v3. dY (N, R), X (N, C), fp32 or bf16: the step of the block (R, C) at (row, col) of W, without its gradient.
         Needs Triton's kernels. ValueError as for step."""
         (N, R), C = dY.shape, X.shape[1]
-        self.check_block(row, col, (R, C))
+        self.check_block(row, col, (R, C), fused=True)
         if dY.dtype != X.dtype:  # blocked PyTorch makes G of bf16 logits in fp32
             dY, X = dY.float(), X.float()
         dY, X = cce.rows_contiguous(dY), cce.rows_contiguous(X)
@@ -902,18 +1085,21 @@ class State:
     def step_listed(self, columns):
         """The step of all of W by 03's Columns: the gradient of each row is summed, and used, in registers. Needs
         Triton's kernels. ValueError as for step."""
-        self.check_block(0, 0, self.weight.shape)
+        self.check_block(0, 0, self.weight.shape, fused=True)
         programs, options = filtering.column_options(columns, *self.weight.shape)
         listed_kernel[(programs,)](columns, self.fields, *self.weight.shape, **self.options(), **options)
         self.written()
 
-    def check_block(self, row, col, shape):
+    def check_block(self, row, col, shape, fused=False):
         """ValueError unless the handle is armed and a block of this shape can be stepped at (row, col)."""
         M, K = self.weight.shape
         if not self.handle.armed:
             raise ValueError(f"step of {self.name}: not armed: call arm(lr, step) first")
         if len(shape) != 2 or row < 0 or col < 0 or row + shape[0] > M or col + shape[1] > K:
             raise ValueError(f"block of {tuple(shape)} at ({row}, {col}): does not lie in {self.name}, {M} x {K}")
+        if isinstance(self.rule, Muon) and (row % self.rows or shape[0] % self.rows or shape[1] != K or fused):
+            raise ValueError(f"block of {tuple(shape)} at ({row}, {col}) of {self.name}: Muon takes matrices of "
+                             f"{self.rows} x {K} as a whole: step() those, or give the weight another rule")
         border, stop = BORDERS[self.handle.layout], col + shape[1]
         if col % border or (stop % border and stop < K):
             raise ValueError(f"columns {col} to {stop}: {self.handle.layout} can be cut at multiples of {border}")
@@ -938,48 +1124,71 @@ PIECE = 2**15  # elements at a time: they fit a CPU's cache, and are too few for
 
 
 @torch.no_grad()
-def torch_step(state, gradient, row, col):
-    """State.step in PyTorch, piece by piece. On equal inputs it makes the kernels' bits."""
+def torch_step(state, f, gradient, row, col):
+    """State.step in PyTorch, piece by piece, of a weight with Fields f. On equal inputs it makes the kernels' bits."""
     handle, (R, C) = state.handle, gradient.shape
-    scalars, rule, cols = handle.scalars.unbind(), handle.rule, slice(col, col + C)
+    scalars, cols = f.scalars.unbind(), slice(col, col + C)
     groups = slice(col // GROUP, math.ceil((col + C) / GROUP))
     for start, stop in cce.pieces(R, max(1, PIECE // C)):
         at, scale_at = (slice(row + start, row + stop), cols), (slice(row + start, row + stop), groups)
-        f = state.fields
         g = gradient[start:stop].float()
-        old = (f.W if f.master is None else f.master)[at].float()
-        m, v = f.m[at].float(), None if f.v is None else f.v[at].float()
-        if f.m_scale is not None:
-            m = decode_m(f.m[at], f.m_scale[scale_at])
-            v = None if v is None else decode_v(f.v[at], f.v_scale[scale_at])
-        plain = isinstance(handle.scale, float) and handle.scale == 1  # a tensor of a GPU is not looked at
-        p, m, v = rule.update(old, g if plain else g * scalars[7], m, v, scalars)
-        state.telemetry[0, 0] += torch.linalg.vector_norm(g).double() ** 2
+        old, m, v = (f.W if f.master is None else f.master)[at].float(), None, None
+        noise = noise_of(state, row + start, col, stop - start, C) if f.W.dtype == torch.bfloat16 else None
+        if f.m is not None:  # else g is an update that is ready
+            m = read_m(f, at, scale_at)
+            state.telemetry[0, 0] += torch.linalg.vector_norm(g).double() ** 2
+            plain = isinstance(handle.scale, float) and handle.scale == 1  # a tensor of a GPU is not looked at
+            g = g if plain else g * scalars[7]
+        if f.v is not None:
+            v = f.v[at].float() if f.v_scale is None else decode_v(f.v[at], f.v_scale[scale_at])
+        p, m, v = state.rule.update(old, g, m, v, scalars)
         state.telemetry[1, 0] = torch.maximum(state.telemetry[1, 0], (p - old).abs().max())  # keeps a NaN
         if f.master is not None:
             f.master[at] = p
             f.W[at] = p.to(f.W.dtype)
-        elif f.W.dtype == torch.bfloat16:
-            where = state.origin[0] + row + start, state.origin[1] + col
-            noise = random_bits(handle.seed, handle.at_step, state.number, *where, stop - start, C, g.device)
-            f.W[at] = round_to_bf16(p, noise)
         else:
-            f.W[at] = p
-        if f.m_scale is not None:
-            f.m[at], f.m_scale[scale_at] = encode_m(m)
-            if v is not None:
-                f.v[at], f.v_scale[scale_at] = encode_v(v)
-        elif f.m.dtype == torch.bfloat16:
-            f.m[at] = round_to_bf16(m, noise * as_int(NOISE_M) & 0xFFFF)
-            if v is not None:
-                f.v[at] = round_to_bf16(v, noise * as_int(NOISE_V) & 0xFFFF)
-        else:
-            f.m[at] = m
-            if v is not None:
-                f.v[at] = v
+            f.W[at] = p if noise is None else round_to_bf16(p, noise)
+        if f.m is not None:
+            write_m(f, at, scale_at, m, noise)
+        if f.v_scale is not None:
+            f.v[at], f.v_scale[scale_at] = encode_v(v)
+        elif f.v is not None:
+            f.v[at] = v if f.v.dtype == torch.float32 else round_to_bf16(v, noise * as_int(NOISE_V) & 0xFFFF)
 
 
-# ==== 7. Factors: a gradient that is not made until it is used ========================================================
+@torch.no_grad()
+def move_momentum(state, gradient, norms, U, row):
+    """Muon's momentum moves by the gradient (R, K) of the rows from `row` on, in PyTorch: g is the gradient over its
+    matrix's norm, norms (E,); m += (1 - b) (g - m); and U (R, K) = g + b (m - g), Nesterov's look ahead: where m will
+    be if this gradient comes once more."""
+    f, (R, K) = state.fields, gradient.shape
+    scalars, norms = f.scalars.unbind(), norms.where(norms != 0, 1).repeat_interleave(state.rows)  # (R,)
+    for start, stop in cce.pieces(R, max(1, PIECE // K)):
+        at = slice(row + start, row + stop)
+        raw = gradient[start:stop].float()
+        state.telemetry[0, 0] += torch.linalg.vector_norm(raw).double() ** 2
+        g, m = raw / norms[start:stop].unsqueeze(1), read_m(f, at, at)
+        m = fma(g - m, scalars[1], m)
+        write_m(f, at, at, m, noise_of(state, row + start, 0, stop - start, K) if f.m.dtype == torch.bfloat16 else None)
+        U[start:stop] = look_ahead_torch(g, m, scalars[2])
+
+
+def look_ahead_torch(g, m, momentum):
+    return fma(m - g, momentum, g)
+
+
+def noise_of(state, row, col, R, C):
+    """Random bits of the block (R, C) at (row, col) of a weight, counted in the whole one."""
+    handle, (top, left) = state.handle, state.origin
+    return random_bits(handle.seed, handle.at_step, state.number, top + row, left + col, R, C, state.weight.device)
+
+
+def matrices_of(U, rows):
+    """U (R, K) -> the matrices in it, (rows, K) or (E, rows, K): experts are orthogonalised each by itself."""
+    return U if len(U) == rows else U.view(-1, rows, U.shape[1])
+
+
+# ==== 8. Factors: a gradient that is not made until it is used ========================================================
 
 # A rule needs ALL of the gradient: of the micro-batches that are summed, of the two uses of a tied weight; and clipping
 # needs the norm of everything before the first step. Fused schedules are said to lose all that. They need not: what has
@@ -1090,7 +1299,7 @@ def ghost_square(dY, X):
     return total.clamp(min=0)
 
 
-# ==== 8. The API: a model whose backward is its optimizer =============================================================
+# ==== 9. The API: a model whose backward is its optimizer =============================================================
 
 
 class Telemetry(NamedTuple):
@@ -1104,9 +1313,11 @@ class Telemetry(NamedTuple):
 
 
 class Forge:
-    """The handle: weights with their states, one rule, one layout, and the step that they are armed for.
+    """The handle: weights with their states and rules, one layout, and the step that they are armed for.
 
-    weights: {name: Parameter (M, K)}, fp32 or bf16; they take the layout's dtype. origins: {name: (row, column)} of a
+    weights: {name: Parameter (M, K)}, fp32 or bf16; they take the layout's dtype. rules: {name: its rule}, of those
+    that have another than `rule`. matrices: {name: how many matrices lie in it, one below the other}, for Muon (1).
+    ranks: {name: Ranks} of what has Muon and is cut over ranks. origins: {name: (row, column)} of a
     shard's first element in the whole weight, whose name it then carries: shards make the codes and the noise of the
     whole. data_parallel: number of processes whose gradients would have to be summed (default: all of
     torch.distributed); more than one is refused, as backward has no gradient to reduce. rung: "auto", or one of
@@ -1117,10 +1328,12 @@ class Forge:
 
     def __init__(
         self, weights, rule, layout="fp32", *, seed=0, rung="auto", slab=SLAB, gradient=torch.float32, backend="auto",
-        data_parallel=None, origins=None, ordinary=None, by_rows=(), aliases=None,
+        data_parallel=None, origins=None, ordinary=None, by_rows=(), aliases=None, rules=None, matrices=None,
+        ranks=None,
     ):
-        check_rule(rule)
-        weights, origins = dict(weights), dict(origins or {})
+        weights, origins, matrices = dict(weights), dict(origins or {}), dict(matrices or {})
+        rules = {name: (rules or {}).get(name, rule) for name in weights} | dict(rules or {})
+        check_rules(rules, weights, by_rows)
         if layout not in LAYOUTS:
             raise ValueError(f"layout is {layout!r}: use one of {', '.join(LAYOUTS)}")
         if rung not in ("auto", "hook", "slab", "fused"):
@@ -1145,7 +1358,8 @@ class Forge:
             if name not in weights or row < 0 or col < 0 or col % BORDERS[layout]:
                 raise ValueError(f"origin of {name}, ({row}, {col}): name a weight, and a column that is a multiple of "
                                  f"{BORDERS[layout]} in layout {layout}")
-        self._rule, self.layout, self.seed, self.slab_bytes, self.gradient = rule, layout, seed, slab, gradient
+        self.layout, self.seed, self.slab_bytes, self.gradient = layout, seed, slab, gradient
+        self.narrow = torch.bfloat16 if device.type == "cuda" and has_bf16() else torch.float32  # of Muon's products
         self.backend = cce.choose_backend(backend, *[next(iter(weights.values()))] * 2)
         if rung == "fused" and self.backend == "torch":
             raise ValueError("rung is 'fused', which needs Triton's kernels: use 'auto' or 'slab'")
@@ -1153,31 +1367,29 @@ class Forge:
         self.data_parallel, self.ordinary = data_parallel, dict(ordinary or {})
         self.check_group()
         largest = 0
-        if self.rung in ("auto", "slab"):
-            sizes = slab, gradient.itemsize
-            plans = [plan_update(*w.shape, 0, layout, "slab", *sizes, name in by_rows) for name, w in weights.items()]
-            largest = max(plan.rows * plan.cols for plan in plans)
+        for name, (M, K) in {name: weight.shape for name, weight in weights.items()}.items():
+            if isinstance(rules[name], Muon):
+                plan = plan_matrices(M, K, matrices.get(name, 1), slab)
+            elif self.rung in ("auto", "slab"):
+                plan = plan_update(M, K, 0, layout, "slab", slab, gradient.itemsize, name in by_rows)
+            else:
+                continue
+            largest = max(largest, plan.rows * plan.cols)
         # Nothing was changed so far, and nothing below can be refused.
         self.armed, self.stashing, self.at_step, self.scale, self.clipped_norm = False, False, 0, 1.0, None
-        self.scalars, self.key = torch.zeros(8, device=device), torch.tensor([seed, 0], device=device)
+        self.rules = list(dict.fromkeys(rules.values()))
+        self.scalars, self.key = torch.zeros(len(self.rules), 8, device=device), torch.tensor([seed, 0], device=device)
         self.slab = torch.empty(largest, dtype=gradient, device=device)
         self.records = torch.zeros(len(weights), 2, as_int(SLOTS), dtype=torch.float64, device=device)
         self.states = {
-            name: State(self, name, weight, origins.get(name, (0, 0)), record)
+            name: State(self, name, weight, rules[name], self.scalars[self.rules.index(rules[name])],
+                        origins.get(name, (0, 0)), record, matrices.get(name, 1), (ranks or {}).get(name))
             for (name, weight), record in zip(weights.items(), self.records, strict=True)
         }
         for name, others in (aliases or {}).items():
             self.states[name].names += others
         for name in by_rows:
             self.states[name].by_rows = True
-
-    @property
-    def rule(self):
-        return self._rule
-
-    @rule.setter
-    def rule(self, rule):
-        raise ValueError("the rule is fixed, its moments mean nothing to another: load the weights into a new model")
 
     @property
     def param_groups(self):
@@ -1200,6 +1412,9 @@ class Forge:
 
     def plan(self, state, N):
         """The Plan for a linear layer's backward pass over N tokens, None for other gradients, and several."""
+        if isinstance(state.rule, Muon):
+            M, K = state.weight.shape
+            return plan_matrices(M, K, M // state.rows, self.slab_bytes)
         rung = "slab" if N is None and self.rung != "hook" else self.rung
         sizes = self.slab_bytes, self.gradient.itemsize
         return plan_update(*state.weight.shape, N, self.layout, rung, *sizes, state.by_rows)
@@ -1216,9 +1431,10 @@ class Forge:
         return {name: state.plan for name, state in self.states.items()}
 
     def arm(self, lr, step):
-        """The next backward pass is step `step` (1, 2, ...; their order is the caller's affair) at rate lr. Replaying a
-        CUDA graph of Triton's kernels takes the same call before each replay. Does not wait for the device, but to
-        compare master copies after somebody else wrote to a weight. ValueError when something is about to go wrong."""
+        """The next backward pass is step `step` (1, 2, ...; their order is the caller's affair) at rate lr, a number,
+        or {rule: number} where rules have rates of their own. Replaying a CUDA graph of Triton's kernels takes the same
+        call before each replay. Does not wait for the device, but to compare master copies after somebody else wrote to
+        a weight. ValueError when something is about to go wrong."""
         self.check_group()
         for name, state in self.states.items():
             state.check(name)
@@ -1227,12 +1443,15 @@ class Forge:
 
     def prepare(self, lr, step, scale=1.0):
         """Arm, without looking at the weights; gradients are multiplied by scale, a number or a tensor of one."""
-        if not (isinstance(step, int) and step >= 1 and 0 <= lr < math.inf):
-            raise ValueError(f"arm(lr={lr}, step={step}): pass a rate of at least 0 and steps that count from 1")
-        numbers = self.rule.scalars(lr, step)
-        scalars = torch.tensor([*numbers, *[0.0] * (8 - len(numbers))], dtype=torch.float64).float()
-        self.scalars.copy_(scalars, non_blocking=True)
-        self.scalars[7:] = scale
+        rates = lr if isinstance(lr, dict) else dict.fromkeys(self.rules, lr)
+        good = all(0 <= rates.get(rule, -1) < math.inf for rule in self.rules)
+        if not (isinstance(step, int) and step >= 1 and good):
+            raise ValueError(f"arm(lr={lr}, step={step}): pass a rate of at least 0, or one for each of {self.rules}, "
+                             "and steps that count from 1")
+        table = [rule.scalars(rates[rule], step) for rule in self.rules]
+        table = torch.tensor([[*row, *[0.0] * (8 - len(row))] for row in table], dtype=torch.float64).float()
+        self.scalars.copy_(table, non_blocking=True)
+        self.scalars[:, 7:] = scale
         self.key.copy_(torch.tensor([self.seed, step]), non_blocking=True)
         self.records.zero_()
         self.armed, self.at_step, self.scale = True, step, scale
@@ -1254,7 +1473,7 @@ class Forge:
     def norm(self, others=()):
         """The norm of the whole gradient, fp64, on the device: of all factors, and of the .grad of the parameters in
         `others`: that of the sum over backward passes and uses, to rounding (of a kept gradient on a GPU in fp32)."""
-        squares, wholes = [torch.zeros_like(self.scalars[0])], []
+        squares, wholes = [torch.zeros((), device=self.key.device)], []
         others = [p.grad for p in others if p.grad is not None]
         for state in self.states.values():
             if len(state.factors) == 1 and isinstance(state.factors[0], Whole):
@@ -1313,6 +1532,18 @@ class Forge:
             p.grad.mul_(scale)
         return True
 
+    def step_gradients(self, lr, step):
+        """The step as an ordinary optimizer takes it: of every weight that has a .grad, which is dropped. For gradients
+        that were summed over processes or micro-batches first."""
+        self.prepare(lr, step)
+        try:
+            for state in self.states.values():
+                gradient, state.weight.grad = state.weight.grad, None
+                if gradient is not None:
+                    state.consume([Whole(gradient)])
+        finally:
+            self.disarm()
+
     def disarm(self):
         """Backward passes give ordinary gradients again; factors that wait are dropped."""
         self.armed = self.stashing = False
@@ -1328,8 +1559,9 @@ class Forge:
         """Plain tensors (those in use, not copies), numbers and strings. The weights themselves belong to the model's
         own state_dict."""
         return dict(
-            rule=dict(name=type(self.rule).__name__, **asdict(self.rule)), layout=self.layout, seed=self.seed,
-            step=self.at_step, weights={name: dict(state.tensors) for name, state in self.states.items()},
+            rules={name: dict(name=type(s.rule).__name__, **asdict(s.rule)) for name, s in self.states.items()},
+            layout=self.layout, seed=self.seed, step=self.at_step,
+            weights={name: dict(state.tensors) for name, state in self.states.items()},
         )
 
     def load_state_dict(self, saved):
@@ -1339,18 +1571,35 @@ class Forge:
         if missing:
             raise ValueError(f"the saved state has no {sorted(missing)[0]!r}: pass what a handle's state_dict() gave")
         plain = lambda value: json.loads(json.dumps(value))  # noqa: E731  a tuple may come back as a list
-        for what in ("rule", "layout"):
-            if plain(saved[what]) != plain(mine[what]):
-                raise ValueError(f"saved {what} {saved[what]}, this model has {mine[what]}: forge it with the same")
+        if saved["layout"] != self.layout:
+            raise ValueError(f"saved layout {saved['layout']}, this model has {self.layout}: forge it with the same")
         shapes = lambda weight: {key: (t.shape, t.dtype) for key, t in weight.items()}  # noqa: E731
         for name in saved["weights"].keys() | mine["weights"].keys():
             if shapes(saved["weights"].get(name, {})) != shapes(mine["weights"].get(name, {})):
                 raise ValueError(f"{name}: the saved state has other weights or shapes: load it into the same model")
+            if plain(saved["rules"][name]) != plain(mine["rules"][name]):
+                raise ValueError(f"{name}: the saved rule is {saved['rules'][name]}, this model has "
+                                 f"{mine['rules'][name]}: forge it with the same")
         for name, tensors in saved["weights"].items():
             for key, tensor in tensors.items():
                 self.states[name].tensors[key].copy_(tensor)
             self.states[name].version = None  # arm() looks whether a master copy belongs to its weight
         self.seed, self.at_step = saved["seed"], saved["step"]
+
+
+def check_rules(rules, weights, by_rows):
+    """ValueError unless each weight has a rule that it can be stepped by."""
+    for name, rule in rules.items():
+        check_rule(rule)
+        if name not in weights:
+            raise ValueError(f"rules has {name!r}, which is no weight here: known are {', '.join(list(weights)[:8])}")
+        if isinstance(rule, Muon) and name in by_rows:
+            raise ValueError(f"{name}: Muon wants its gradient whole, that of an embedding or a classifier comes in "
+                             "rows: give it AdamW, by rules={...}")
+
+
+def has_bf16():
+    return torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def all_finite(tensors):
@@ -1458,7 +1707,7 @@ def weight_update(state, factor):
     handle = state.handle
     if handle.stashing:
         state.keep(factor)
-    elif handle.armed and not (handle.rung == "hook" and isinstance(factor, Product)):
+    elif handle.armed and not (handle.rung == "hook" and isinstance(factor, Product) and state.rule.elementwise):
         state.refuse_second()
         state.consume([factor])
     else:
@@ -1514,8 +1763,7 @@ def step_in_hook(state):
         elif state.handle.armed:
             gradient, weight.grad = weight.grad, None
             state.refuse_second()
-            state.step(gradient)
-            state.updated = True
+            state.consume([Whole(gradient)])
 
     state.weight.register_post_accumulate_grad_hook(hook)
 
@@ -1605,16 +1853,17 @@ WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel
 def forge(model, rule, layout="fp32", *, skip=(), embeddings=False, classifier=None, **options):
     """Convert the nn.Linear modules of a model in place and return its Forge handle.
 
-    rule: AdamW(...), Lion(...) or SGD(...); layout: "fp32", "master", "bf16", "int8"; skip: names of modules to leave
-    alone, with all that is in them; embeddings: nn.Embedding modules, too; classifier: the name of a parameter (V, D)
-    that is only used in forge_classifier; options: those of Forge. Weights take the layout's dtype. handle.ordinary
-    names every other trainable parameter (norms, biases): give those to an ordinary optimizer. ValueError when the
-    model is wrapped for data parallelism or forged already, a weight is tied to something that is not converted, or a
-    name does not exist; the model is then as it was. Weights tied to each other need stash() and release(), see there.
-    Modules of derived classes, or whose weight is no Parameter of theirs (parametrized, pruned), are left to the
-    ordinary optimizer; those with an attribute `forged` (07's experts) take their weight's step themselves.
+    rule: AdamW(...), SGD(...) or Muon(...), and as an option `rules`, {name of a weight: another}; layout: "fp32",
+    "master", "bf16", "int8"; skip: names of modules to leave alone, with all that is in them; embeddings: nn.Embedding
+    modules, too; classifier: the name of a parameter (V, D) that is only used in forge_classifier; options: those of
+    Forge. Weights take the layout's dtype. handle.ordinary names every other trainable parameter (norms, biases): give
+    those to an ordinary optimizer. ValueError when the model is wrapped for data parallelism or forged already, a
+    weight is tied to something that is not converted, or a name does not exist; the model is then as it was. Weights
+    tied to each other need stash() and release(), see there. Modules of derived classes, or whose weight is no
+    Parameter of theirs (parametrized, pruned), are left to the ordinary optimizer; those with an attribute `forged`
+    (07's experts) take their weight's step themselves.
 
-        handle = forge(model, AdamW(weight_decay=0.1), "master", skip=["head"])
+        handle = forge(model, AdamW(weight_decay=0.1), "master", skip=["head"])  # or rules=dict.fromkeys(names, Muon())
         others = torch.optim.AdamW(handle.ordinary.values(), lr=lr)
         for step in range(1, steps + 1):
             handle.arm(lr, step)
@@ -1628,7 +1877,6 @@ def forge(model, rule, layout="fp32", *, skip=(), embeddings=False, classifier=N
                 (loss(model(x)) / len(parts)).backward()
             handle.release(lr, step, clip=1.0, others=handle.ordinary.values())
     """
-    check_rule(rule)
     modules = dict(model.named_modules(remove_duplicate=False))  # one that has two names is a tied weight
     for name, module in modules.items():
         kinds = {kind.__name__ for kind in type(module).__mro__}
@@ -1671,7 +1919,9 @@ def forge(model, rule, layout="fp32", *, skip=(), embeddings=False, classifier=N
     ordinary = {n: p for n, p in model.named_parameters() if p.requires_grad and n not in weights}
     by_rows = [name for name in weights if any(
         other == classifier or isinstance(converted.get(other), nn.Embedding) for other in [name, *aliases[name]])]
-    handle = Forge(weights, rule, layout, ordinary=ordinary, by_rows=by_rows, aliases=aliases, **options)
+    matrices = {name: getattr(module, "experts", 1) for name, module in converted.items() if name in weights}
+    handle = Forge(weights, rule, layout, ordinary=ordinary, by_rows=by_rows, aliases=aliases, matrices=matrices,
+                   **options)
     for name, module in converted.items():
         if not ready(module):
             module.__class__ = ForgeLinear if isinstance(module, nn.Linear) else ForgeEmbedding
@@ -1679,7 +1929,7 @@ def forge(model, rule, layout="fp32", *, skip=(), embeddings=False, classifier=N
     return handle
 
 
-# ==== 9. Checks =======================================================================================================
+# ==== 10. Checks ======================================================================================================
 
 
 def rungs(device):
@@ -1712,24 +1962,12 @@ def whole_numbers(N, M, K, device, steps=3, seed=0):
 
 
 def library_step(rule, weight):
-    """What the rule is elsewhere: torch's optimizer, or Lion's three lines in its paper's form. (AdamW: or a list.)"""
+    """What the rule is elsewhere: torch's optimizer. (AdamW: also of a list.)"""
     if isinstance(rule, AdamW):
         options = dict(betas=rule.betas, eps=rule.eps, weight_decay=rule.weight_decay, foreach=False)
         return torch.optim.AdamW(weight if isinstance(weight, list) else [weight], **options)
-    if isinstance(rule, SGD):
-        options = dict(momentum=rule.momentum, weight_decay=rule.weight_decay, foreach=False)
-        return torch.optim.SGD([weight], lr=0.0, **options)
-    moment = torch.zeros_like(weight)
-
-    def step():
-        lr, (b1, b2) = optimizer.param_groups[0]["lr"], rule.betas
-        with torch.no_grad():
-            direction = (b1 * moment + (1 - b1) * weight.grad).sign()
-            weight.sub_(lr * (direction + rule.weight_decay * weight))
-            moment.mul_(b2).add_(weight.grad, alpha=1 - b2)
-
-    optimizer = SimpleNamespace(param_groups=[{}], step=step)
-    return optimizer
+    options = dict(momentum=rule.momentum, weight_decay=rule.weight_decay, foreach=False)
+    return torch.optim.SGD([weight], lr=0.0, **options)
 
 
 def check_exact(device="cpu", M=150, K=300, N=50, seed=0, dtype=torch.float32):
@@ -1737,7 +1975,7 @@ def check_exact(device="cpu", M=150, K=300, N=50, seed=0, dtype=torch.float32):
     shapes and several slabs (products in dtype; in bf16 the whole numbers must stay below 256, hence N below 65).
     AdamW and SGD are also torch's: bit for bit on a GPU, elsewhere within 4 units in the last place a step."""
     W, data = whole_numbers(N, M, K, device, seed=seed)
-    for rule in (AdamW(eps=0.5, weight_decay=0.1), Lion(weight_decay=0.1), SGD(weight_decay=0.1)):
+    for rule in (AdamW(eps=0.5, weight_decay=0.1), SGD(weight_decay=0.1)):
         name = type(rule).__name__.strip("_")
         p, m, v = W, torch.zeros_like(W), torch.zeros_like(W)
         theirs = nn.Parameter(W.clone())
@@ -1750,7 +1988,7 @@ def check_exact(device="cpu", M=150, K=300, N=50, seed=0, dtype=torch.float32):
             p, m, v = rule.update(p, dW, m, v, scalars)
             library.param_groups[0]["lr"], theirs.grad = lr, dW
             library.step()
-        exact = torch.device(device).type == "cuda" and not isinstance(rule, Lion)
+        exact = torch.device(device).type == "cuda"
         far = ((p - theirs).abs() / torch.from_numpy(np.spacing(scale.cpu().numpy())).to(device)).max().item()
         limit = 0 if exact else 4 * len(data)
         base.require(far <= limit, f"{name}: {far:g} units in the last place from the library")
@@ -1766,6 +2004,146 @@ def check_exact(device="cpu", M=150, K=300, N=50, seed=0, dtype=torch.float32):
                 for key, tensor in (handle["weight"].tensors | {"weight": weight}).items():
                     wrong = int((tensor != want[key]).sum())
                     base.require(wrong == 0, f"{name}, {layout}, {rung}, {backend}: {wrong} elements of {key} differ")
+
+
+def muon_update(U):
+    """What orthogonal() is to approximate for U (M, K), by an SVD in fp64: five times p of each singular value, times
+    sqrt(max(1, M / K))."""
+    left, s, right = torch.linalg.svd(U.double(), full_matrices=False)
+    s = s / s.norm().clamp(min=1e-300)
+    for _ in range(5):
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    return max(1.0, U.shape[0] / U.shape[1]) ** 0.5 * (left * s) @ right
+
+
+def library_muon(weight, momentum=0.0, nesterov=False):
+    """torch's Muon, whose products are in bf16."""
+    options = dict(lr=1.0, momentum=momentum, nesterov=nesterov, weight_decay=0.0, adjust_lr_fn="original")
+    return torch.optim.Muon([weight], **options)
+
+
+def check_orthogonal(device="cpu"):
+    """In fp64 what an SVD gives, to 1e-9: wide, tall, square, thin, alone and stacked; in bf16 as close to that as
+    torch's Muon; 0 stays 0, NaN stays NaN, and nothing hangs on the size of the gradient."""
+    generator = torch.Generator().manual_seed(0)
+    for shape in ((24, 40), (40, 24), (33, 33), (1, 7), (7, 1), (3, 16, 40), (3, 40, 16)):
+        U = torch.randn(shape, generator=generator, dtype=torch.float64).to(device)
+        want = torch.stack([muon_update(one) for one in U.view(-1, *shape[-2:])]).view(shape)
+        off = ((orthogonal(U.clone()) - want).abs().max() / want.abs().max()).item()
+        base.require(off < 1e-9, f"{shape}: off by {off:.1e} from the SVD's")
+        small = cce.error(orthogonal(1e-15 * U.float()), want)
+        base.require(small < 1e-4, f"{shape}: a short one in fp32 is off by {small:.1e}")
+        base.require(not orthogonal(0 * U.float()).any(), f"{shape}: of 0 it made something")
+        U.view(-1)[0] = math.nan
+        base.require(orthogonal(U)[..., -1].isnan().any(), f"{shape}: a NaN is lost")
+    for shape in ((96, 160), (160, 96), (128, 128)):
+        U = torch.randn(shape, generator=generator).to(device).bfloat16()
+        theirs = nn.Parameter(torch.zeros(shape, device=device))
+        theirs.grad = U.float()
+        library_muon(theirs).step()
+        cce.require_as_good(f"{shape}, bf16", orthogonal(U.clone()), -theirs.detach(), muon_update(U), 1e-3)
+
+
+def muon_by_hand(W, gradients, rate, decay, momentum=0.95, nesterov=True):
+    """fp64: the weights (E, M, K) after steps with these gradients (E, M, K) at rates rate, 2 rate, ..., momentum."""
+    W, m = W.double(), torch.zeros_like(W, dtype=torch.float64)
+    for t, dW in enumerate(gradients, 1):
+        g = dW.double() / dW.double().norm(dim=(1, 2), keepdim=True)
+        m = momentum * m + (1 - momentum) * g
+        U = momentum * m + (1 - momentum) * g if nesterov else m
+        update = torch.stack([muon_update(one) for one in U])
+        W = (1 - t * rate * decay) * W - t * rate * update
+    return W, m
+
+
+def check_muon(device="cpu", E=3, M=56, K=136, N=24, seed=0):
+    """Steps of a weight in which E matrices lie, in all layouts and ways: fp32 and master are as close to fp64 by hand
+    as torch's Muon is (on a CPU, whose products are not in bf16, within 1e-4); all ways make the same bits; so do
+    release() after stash(), and step_gradients(); the norm that is told is of the gradient as it came."""
+    W, data = whole_numbers(N, E * M, K, device, seed=seed)
+    data = [(X, dY * torch.logspace(-2, 2, E, device=device).repeat_interleave(M)) for X, dY in data]
+    gradients = [(dY.T @ X).view(E, M, K) for X, dY in data]
+    rule, rate = Muon(weight_decay=0.1), 0.02
+    exact, momentum = muon_by_hand(W.view(E, M, K), gradients, rate, 0.1)
+    peers = []
+    for e in range(E):
+        peer = nn.Parameter(W.view(E, M, K)[e].clone())
+        library = library_muon(peer, 0.95, True)
+        for t, dW in enumerate(gradients, 1):
+            library.param_groups[0].update(lr=rate * t, weight_decay=0.1)
+            peer.grad = dW[e] / dW[e].norm()
+            library.step()
+        peers.append(peer.detach())
+    start, limit = W.view(E, M, K), torch.device(device).type == "cpu"
+    for layout in LAYOUTS:
+        first = {}
+        for (rung, backend), way in itertools.product(rungs(device), ("arm", "stash", "gradients")):
+            title = f"Muon, {layout}, {rung}, {backend}, {way}"
+            if way != "arm" and rung != "slab":
+                continue
+            weight, handle = forged(W, rule, layout, rung, backend, matrices={"weight": E})
+            state = handle["weight"]
+            for t, (X, dY) in enumerate(data, 1):
+                if way == "arm":
+                    take_step(weight, handle, X, dY, rate * t, t)
+                elif way == "stash":
+                    handle.stash()
+                    state.keep(Product(dY, X))
+                    base.require(handle.release(rate * t, t), f"{title}: no step")
+                else:
+                    weight.grad = gradients[t - 1].view(E * M, K).to(weight.dtype)
+                    handle.step_gradients(rate * t, t)
+            told = handle.telemetry().gradient_norm.item() / gradients[-1].double().norm().item()
+            rounded = way == "gradients" and weight.dtype == torch.bfloat16
+            base.require(abs(told - 1) < (1e-2 if rounded else 1e-5), f"{title}: {told} times the gradient's norm")
+            got = state.tensors | {"weight": weight.detach()}
+            if not rounded:
+                same = first.setdefault(backend if torch.device(device).type == "cuda" else "all", got)
+                for name, tensor in got.items():
+                    base.require(torch.equal(tensor, same[name]), f"{title}: {name} differs")
+            m = read_m(state.fields, ..., ...).view(E, M, K)
+            close = dict(fp32=1e-5, master=1e-5, bf16=2e-2, int8=2e-2)[layout]
+            base.require(cce.error(m, momentum) < close + rounded, f"{title}: m is off by {cce.error(m, momentum):.1e}")
+            result = got.get("master", weight.detach()).float().view(E, M, K)
+            for e in range(E if layout in ("fp32", "master") and not rounded else 0):
+                moved = [(w - start[e]).double() for w in (result[e], peers[e], exact[e])]
+                if limit:
+                    off = cce.error(moved[0], moved[2])
+                    base.require(off < 1e-4, f"{title}: matrix {e} is off by {off:.1e}")
+                else:
+                    cce.require_as_good(f"{title}: matrix {e}", *moved, 1e-3)
+
+
+def check_muon_use(device="cpu"):
+    """Without gradient and momentum a weight decays and does no more; NaN is told and stays; parts of a matrix, and
+    gradients that come in tiles or lists, are refused; one whole fp32 dW is alive, however large, in any rung."""
+    W = torch.randn(40, 24, generator=torch.Generator().manual_seed(0)).to(device)
+    for rung, backend in rungs(device):
+        weight, handle = forged(W, Muon(weight_decay=0.5), rung=rung, backend=backend)
+        state = handle["weight"]
+        handle.arm(0.1, 1)
+        state.step(torch.zeros_like(W))
+        base.require(torch.equal(weight, W * torch.tensor(0.95, device=device)), f"{rung}, {backend}: more than decay")
+        for block, row in ((W[:8], 0), (W[:, :8], 0), (W[:39], 1)):
+            must_raise("as a whole", lambda block=block, row=row: state.step(block, row))  # noqa: B023
+        must_raise("as a whole", lambda: state.step_fused(W[:8], W[:8]))  # noqa: B023
+        state.step(torch.full_like(W, math.nan))
+        base.require(weight.isnan().all() and handle.telemetry().not_finite[0], f"{rung}, {backend}: NaN is not told")
+        _, large = forged(torch.zeros(512, 1024, device=device), Muon(), rung=rung, backend=backend)
+        plan = large.plan(large["weight"], 64)
+        one = plan == Plan("matrix", 512, 1024, 2**21) and large.slab.nbytes == 2**21
+        base.require(one, f"{rung}, {backend}: {plan}, {large.slab.nbytes} bytes")
+    base.require(plan_matrices(8 * 64, 256, 8, 2 * 4 * 64 * 256).rows == 128, "experts beyond a slab at a time")
+    must_raise("known are weight", lambda: forged(W, AdamW(), rules={"other": Muon()}))
+    W, A = torch.zeros(8, 8, device=device), AdamW()
+    weights = {name: nn.Parameter(W.clone()) for name in ("a", "b")}
+    handle = Forge(weights, A, rules={"b": Muon()}, rung="slab", backend="torch")
+    must_raise("one for each of", lambda: handle.arm({A: 0.1}, 1))
+    handle.arm({A: 0.5, Muon(): 0.25}, 1)
+    for state in handle.states.values():
+        state.step(torch.eye(8, device=device))
+    spread = weights["a"].detach().abs().max().item(), weights["b"].detach().abs().max().item()
+    base.require(abs(spread[0] - 0.5) < 1e-5 and 0.15 < spread[1] < 0.31, f"rates of two rules: {spread}")
 
 
 def check_fidelity(device="cpu", N=600, M=96, K=160):
@@ -1790,9 +2168,9 @@ def check_fidelity(device="cpu", N=600, M=96, K=160):
 def check_input_gradient(device="cpu"):
     """dX is dY W with the old W, bit for bit; also for a model under both kinds of activation checkpointing."""
     W, [(X, dY), *_] = whole_numbers(40, 48, 72, device)
-    for layout in LAYOUTS:
+    for layout, rule in itertools.product(LAYOUTS, (AdamW(), Muon())):
         for rung, backend in rungs(device):
-            weight, handle = forged(W, AdamW(), layout, rung, backend)
+            weight, handle = forged(W, rule, layout, rung, backend)
             want, version = dY @ weight.detach().clone().float(), weight._version
             got = take_step(weight, handle, X, dY, 0.1, 1)
             base.require(weight._version > version, f"{layout}, {rung}, {backend}: autograd was not told of the write")
@@ -1876,7 +2254,7 @@ def check_shards(device="cpu", M=56, K=264, N=24):
     W, data = whole_numbers(N, M, K, device, steps=2)
     cuts = [(0, 0, 40, K), (40, 0, M, 128), (40, 128, M, K)]  # one by rows, two by columns
     for layout in ("bf16", "int8"):
-        for rule in (AdamW(), Lion()):
+        for rule in (AdamW(), SGD()):
             want = {}  # compiled kernels divide and take roots faster than PyTorch in these layouts, and less exactly
             for rung, backend in rungs(device)[1:]:
                 if (rung, backend) == ("hook", "triton"):
@@ -1988,19 +2366,20 @@ def check_telemetry(device="cpu", M=70):
 def check_resume(device="cpu"):
     """A state that was saved and loaded goes on with the same bits; one of another rule or shape is refused."""
     W, data = whole_numbers(20, 24, 40, device, steps=4)
-    for layout in LAYOUTS:
-        straight, handle = forged(W, AdamW(), layout, "slab", "torch", seed=7)
+    for layout, rule in itertools.product(LAYOUTS, (Muon(), AdamW())):
+        straight, handle = forged(W, rule, layout, "slab", "torch", seed=7)
         for t, (X, dY) in enumerate(data, 1):
             if t == 3:
                 saved, middle = copy.deepcopy(handle.state_dict()), straight.detach().clone()
             take_step(straight, handle, X, dY, 1e-2, t)
-        resumed, second = forged(W, AdamW(), layout, "slab", "torch")
+        resumed, second = forged(W, rule, layout, "slab", "torch")
         resumed.data.copy_(middle)
         second.load_state_dict(saved)
         for t, (X, dY) in enumerate(data[2:], 3):
             take_step(resumed, second, X, dY, 1e-2, t)
         base.require(torch.equal(straight, resumed), f"{layout}: a resumed run ends with other weights")
-    for other in (forged(W, Lion())[1], forged(W, AdamW(), "bf16")[1], forged(W[:8], AdamW(), "int8")[1]):
+    others = AdamW(eps=0.1), "int8"
+    for other in (forged(W, *others)[1], forged(W, AdamW(), "bf16")[1], forged(W[:8], AdamW(), "int8")[1]):
         must_raise("saved", lambda other=other: other.load_state_dict(saved))
 
 
@@ -2052,7 +2431,6 @@ def check_misuse(device="cpu"):
     scaler = torch.amp.GradScaler(torch.device(device).type)
     scaler.scale(torch.ones((), device=device))
     must_raise("unscaled", lambda: scaler.unscale_(handle))
-    must_raise("rule is fixed", lambda: setattr(handle, "rule", Lion()))
     loaded = make()
     handle = forge(loaded, AdamW(), "master")
     loaded.load_state_dict(dict(weight=torch.ones(8, 8)))
@@ -2073,7 +2451,9 @@ def check_misuse(device="cpu"):
         "reduces gradients": lambda: forge(DistributedDataParallel(bare), AdamW()),
         "tied": lambda: forge(tied, AdamW()),
         "2 data-parallel": lambda: forge(bare, AdamW(), "bf16", data_parallel=2),
-        "not element-wise": lambda: forge(bare, "Muon"),
+        "not element-wise": lambda: forge(bare, "Shampoo"),
+        "is no weight here": lambda: forge(bare, AdamW(), "bf16", rules={"bias": Muon()}),
+        "comes in rows": lambda: forge(nn.Sequential(nn.Embedding(8, 8)), Muon(), embeddings=True),
         "pass AdamW": lambda: forge(bare, torch.optim.SGD),
         "betas and momentum": lambda: forge(bare, AdamW(betas=(0.9, 1.0))),
         "layout is": lambda: forge(bare, AdamW(), "fp8"),
@@ -2640,7 +3020,7 @@ class _Fp32Scalars(AdamW):
         return a
 
 
-class _LionWithoutDecay(Lion):
+class _WithoutDecay(AdamW):
     def scalars(self, lr, step):
         return 1.0, *super().scalars(lr, step)[1:]
 
@@ -2686,18 +3066,34 @@ class _NormOfTheForged(Forge):
         return super().norm()
 
 
-def _listed_rows_only(state, gradient, row, col, _step=torch_step):
+def _listed_rows_only(state, fields, gradient, row, col, _step=torch_step):
     """The step of a sparse Adam: rows without a gradient keep weight and moments as they were."""
     rows, cols = slice(row, row + len(gradient)), slice(col, col + gradient.shape[1])
-    tensors = [state.fields.W, state.fields.m, state.fields.v]
+    tensors = [fields.W, fields.m, fields.v]
     before, none = [t[rows, cols].clone() for t in tensors], (gradient == 0).all(1, keepdim=True)
-    _step(state, gradient, row, col)
+    _step(state, fields, gradient, row, col)
     for tensor, old in zip(tensors, before, strict=True):
         tensor[rows, cols] = torch.where(none, old, tensor[rows, cols])
 
 
+def _never_turned_back(U, make=orthogonal):
+    """Of a tall matrix the transpose is orthogonalised, and taken for the matrix."""
+    return make(U.mT.contiguous()).reshape(U.shape) if U.shape[-2] > U.shape[-1] else make(U)
+
+
+def _codes_stay(f, at, scale_at, m, noise, write=write_m):
+    """8-bit momentum is read and moved, but not written back."""
+    if f.m_scale is None:
+        write(f, at, scale_at, m, noise)
+
+
 # name: (the check that must catch it, what is replaced, the bug)
 BREAKS = {
+    "one-stack": (check_muon, "matrices_of", lambda U, rows: U),
+    "never-turned-back": (check_orthogonal, "orthogonal", _never_turned_back),
+    "no-nesterov": (check_muon, "look_ahead_torch", lambda g, m, momentum: m),
+    "codes-stay": (check_muon, "write_m", _codes_stay),
+    "wrong-side": (check_orthogonal, "rate_of_shape", lambda M, K: math.sqrt(max(1, K / M))),
     "update-first": (check_input_gradient, "dx_then_update", lambda dx, update: (update(), dx())[::-1]),
     "truncate": (check_rounding, "round_to_bf16", lambda x, noise: (x.view(torch.int32) & -65536).view(torch.float32)),
     "noisy-nan": (check_rounding, "round_to_bf16", lambda x, noise: (
@@ -2706,7 +3102,7 @@ BREAKS = {
     "shard-noise": (check_shards, "random_bits", _noise_of_the_shard),
     "no-floor": (check_codes, "V_FLOOR", tl.constexpr(0)),
     "fp32-scalars": (check_exact, "AdamW", _Fp32Scalars),
-    "no-decay": (check_exact, "Lion", _LionWithoutDecay),
+    "no-decay": (check_exact, "AdamW", _WithoutDecay),
     "old-slab": (check_exact, "weight_gradient", _add_to_slab),
     "rounded-gradient": (check_fidelity, "weight_gradient", lambda dY, X, out, add: out.copy_((dY.T @ X).bfloat16())),
     "all-gradients": (check_memory, "step_in_hook", _keep_gradients),
@@ -2738,7 +3134,7 @@ if HAS_TRITON:
     }
 
 
-# ==== 10. Measurements ================================================================================================
+# ==== 11. Measurements ================================================================================================
 
 
 def measure_bytes(device, ledger):
@@ -3020,7 +3416,8 @@ def measure_traffic(device, ledger, M=8192, K=8192):
         ledger.row(f"{layout}: moved by the step", "2 state + W + dW", predicted, moved, "B", None)
 
 
-CHECKS = [check_exact, check_fidelity, check_input_gradient, check_rounding, check_shards, check_codes, check_linear]
+CHECKS = [check_exact, check_orthogonal, check_muon, check_muon_use, check_fidelity, check_input_gradient]
+CHECKS += [check_rounding, check_shards, check_codes, check_linear]
 CHECKS += [check_telemetry, check_resume, check_misuse, check_memory, check_classifier, check_classifier_use]
 CHECKS += [check_slices, check_embedding, check_stash, check_factors, check_release, check_classifier_memory]
 

@@ -633,6 +633,19 @@ def gather_factors(handle, group):
         state.versions = []
 
 
+def ranks_of(p, group):
+    """04's Ranks of a parameter that was cut over this group: Muon's update of the whole matrix is made by every rank,
+    from their parts of the momentum's look ahead: muon_traffic."""
+    own_part = lambda whole: whole.chunk(size(group), p.cut)[rank_in(group)]  # noqa: E731
+    return forging.Ranks(functools.partial(all_reduce, group=group), functools.partial(gather, group=group, dim=p.cut),
+                         own_part)
+
+
+def muon_traffic(M, K, n, itemsize=2):
+    """Bytes a rank sends for Muon's step of a matrix (M, K) that is cut over n: its part, and a square of its norm."""
+    return itemsize * M * K * (n - 1) // n + 2 * 4 * (n - 1) // n
+
+
 # ==== 6. Pipeline: layers on different ranks, and lists of operations that decide when they wait ======================
 
 
@@ -843,8 +856,8 @@ class _SplitLinear(torch.autograd.Function):
 
 
 class Stage(nn.Module):
-    """Stage `index` of `count` of a GPT: its share of the blocks; the first also embeds, the last normalises and has
-    the classifier. Linear layers (01's, without bias) leave dW to `queue`."""
+    """Stage `index` of `count` of a GPT: its share of the blocks; the first also embeds and normalises, the last
+    normalises and has the classifier. Linear layers (01's, without bias) leave dW to `queue`."""
 
     def __init__(self, model, index, count, queue):
         super().__init__()
@@ -860,7 +873,7 @@ class Stage(nn.Module):
                 module.forward = lambda x, linear=module: _SplitLinear.apply(x, linear.weight, queue)
 
     def forward(self, x):
-        x = self.embedding(x) if hasattr(self, "embedding") else x
+        x = base.rms_norm(self.embedding(x)) if hasattr(self, "embedding") else x
         for block in self.blocks:
             x = block(x, self.cos[: x.shape[1]], self.sin[: x.shape[1]])
         return self.norm(x) if hasattr(self, "norm") else x
@@ -1144,50 +1157,67 @@ def add_normed(x, branch, weight, dtype):
 
 @triton.jit
 def turn_kernel(
-    qkv, q, k, v, cos, sin, T, H, HALF, BACK: tl.constexpr, HEADS: tl.constexpr, COLS: tl.constexpr,
+    qkv, q, k, v, turned_q, turned_k, scales, cos, sin, T, H, HALF, BACK: tl.constexpr, HEADS: tl.constexpr,
+    COLS: tl.constexpr,
 ):
     """A program is one token, whose q, k and v lie head by head in qkv (B, T, H, 3, D/H), and each in a tensor of its
-    own (B, T, H, D/H). Forward copies there and turns q and k by the angle of the position; BACK the reverse."""
+    own (B, T, H, D/H). Forward copies there; q and k are divided by their root mean squares and turned by the angle of
+    the position, and what they were multiplied by is written to scales (2, B, T, H). BACK makes of the gradients q, k,
+    v that of qkv. With y = r x, of which the mean square is 1, dx = r (dy - y mean(y dy)), and turning both first
+    changes no mean: turned_q and turned_k are all that is needed of x."""
     token = tl.program_id(0).to(tl.int64)
     head, i = tl.arange(0, HEADS)[:, None], tl.arange(0, COLS)[None, :]
     used, angle = (head < H) & (i < HALF), (token % T) * HALF + i
     c, s = tl.load(cos + angle, i < HALF), tl.load(sin + angle, i < HALF)
-    if BACK:
-        s = -s
     for part in tl.static_range(3):
-        apart = (q if part == 0 else k if part == 1 else v) + (token * H + head) * 2 * HALF + i
+        place = (token * H + head) * 2 * HALF + i
+        apart = (q if part == 0 else k if part == 1 else v) + place
         together = qkv + ((token * H + head) * 3 + part) * 2 * HALF + i
         source, target = (apart, together) if BACK else (together, apart)
-        a, b = tl.load(source, used).to(tl.float32), tl.load(source + HALF, used).to(tl.float32)
+        a, b = tl.load(source, used, 0.0).to(tl.float32), tl.load(source + HALF, used, 0.0).to(tl.float32)
         if part < 2:
-            a, b = a * c - b * s, a * s + b * c
+            scale_at = scales + (part * tl.num_programs(0) + token) * H + head  # (HEADS, 1)
+            if BACK:
+                r, y = tl.load(scale_at, head < H, 0.0).to(tl.float32), (turned_q if part == 0 else turned_k) + place
+                ya, yb = tl.load(y, used, 0.0).to(tl.float32), tl.load(y + HALF, used, 0.0).to(tl.float32)
+                mean = tl.sum(a * ya + b * yb, 1)[:, None] / (2 * HALF)
+                a, b = r * (a - ya * mean), r * (b - yb * mean)
+                a, b = a * c + b * s, b * c - a * s
+            else:
+                r = tl.rsqrt(tl.sum(a * a + b * b, 1)[:, None] / (2 * HALF) + 1e-6)
+                tl.store(scale_at, r.to(scales.dtype.element_ty), head < H)
+                a, b = r * (a * c - b * s), r * (a * s + b * c)
         tl.store(target, a.to(target.dtype.element_ty), used)
         tl.store(target + HALF, b.to(target.dtype.element_ty), used)
 
 
-def turn(qkv, parts, cos, sin, back):
+def turn(qkv, parts, turned, scales, cos, sin, back):
     """Run turn_kernel between qkv (B, T, 3 D) and parts (q, k, v), each (B, T, H, D/H); all contiguous."""
     (B, T, H, _), half = parts[0].shape, parts[0].shape[-1] // 2
     sizes = dict(HEADS=triton.next_power_of_2(H), COLS=triton.next_power_of_2(half))
-    turn_kernel[(B * T,)](qkv, *parts, cos, sin, T, H, half, BACK=back, **sizes)
+    turn_kernel[(B * T,)](qkv, *parts, *turned, scales, cos, sin, T, H, half, BACK=back, **sizes)
 
 
 class Turned(torch.autograd.Function):
-    """01's Block.heads in one kernel: qkv is not kept, q, k, v are one new tensor. A turn's transpose turns back."""
+    """01's Block.heads in one kernel: qkv is not kept; q, k, v are one new tensor, of which attention keeps all."""
 
     @staticmethod
     def forward(ctx, qkv, cos, sin, head):
         ctx.angles, (B, T, width) = (cos, sin), qkv.shape
         parts = torch.empty(3, B, T, width // (3 * head), head, dtype=qkv.dtype, device=qkv.device).unbind()
-        turn(qkv.contiguous(), parts, *ctx.angles, back=False)
-        return tuple(part.transpose(1, 2) for part in parts)  # (B, H, T, D/H)
+        scales = qkv.new_empty(2, *parts[0].shape[:3])  # (2, B, T, H)
+        turn(qkv.contiguous(), parts, parts[:2], scales, *ctx.angles, back=False)
+        q, k, v = (part.transpose(1, 2) for part in parts)  # (B, H, T, D/H)
+        ctx.save_for_backward(q, k, scales)
+        return q, k, v
 
     @staticmethod
     def backward(ctx, *gradients):
-        parts = [gradient.transpose(1, 2).contiguous() for gradient in gradients]  # (B, T, H, D/H)
-        B, T, H, head = parts[0].shape
-        dqkv = parts[0].new_empty(B, T, 3 * H * head)
-        turn(dqkv, parts, *ctx.angles, back=True)
+        *turned, scales = ctx.saved_tensors
+        *parts, q, k = (t.transpose(1, 2).contiguous() for t in (*gradients, *turned))  # (B, T, H, D/H)
+        B, T, H, head = q.shape
+        dqkv = q.new_empty(B, T, 3 * H * head)
+        turn(dqkv, parts, (q, k), scales, *ctx.angles, back=True)
         return dqkv, None, None, None
 
 
@@ -1198,6 +1228,27 @@ def after(linear, made, make, *inputs):
     unpack = lambda t: make(*inputs).view(t) if isinstance(t, torch.Size) else t  # noqa: E731
     with saved_tensors_hooks(pack, unpack):
         return linear(made)
+
+
+def norm_back(x, gradient):
+    """The gradient of x, of that of rms_norm(x)."""
+    return torch.func.vjp(base.rms_norm, x)[1](gradient)[0]
+
+
+class NormedEmbedding(torch.autograd.Function):
+    """rms_norm of the tokens (B, T) that were looked up, x (B, T, D), which keeps the tokens: backward looks again."""
+
+    @staticmethod
+    def forward(ctx, x, tokens, look_up, back):
+        ctx.save_for_backward(tokens)
+        ctx.rest = look_up, back
+        return base.rms_norm(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        look_up, back = ctx.rest
+        return back(look_up(*ctx.saved_tensors), gradient), None, None, None
 
 
 def gelu_back(h, gradient):
@@ -1236,14 +1287,15 @@ class GeluLinear(torch.autograd.Function):
 def lean(model, compiled=True, remake=True, kernel=None):
     """Fuse what lies between the matrices of a GPT of 01, by torch.compile and turn_kernel, and with `remake` keep 10 D
     elements a token and layer in place of 18: the stream twice; q, k, v; attention's output; the MLP before its
-    activation. The stream travels from layer to layer with a branch that the next norm is to add.
+    activation; and of the embedding, unless it is cut over ranks, the tokens alone. The stream travels from layer to
+    layer with a branch that the next norm is to add.
 
     Together with recompute() or Offload pass remake=False: what `remake` keeps, they would not see. With it no hooks of
     `down` run. E comes out in the products' dtype. For training alone: without gradients, where shapes vary, the model
     runs as it was. 07's experts stay what they are. kernel: whether q and k are turned by turn_kernel (on GPUs with
     Triton)."""
     fuse = functools.partial(torch.compile, fullgraph=True, dynamic=False) if compiled else lambda function: function
-    norm, add_norm, gelu, back = map(fuse, (normed, add_normed, F.gelu, gelu_back))
+    norm, add_norm, gelu, back, from_norm = map(fuse, (normed, add_normed, F.gelu, gelu_back, norm_back))
     keep = after if remake else lambda linear, made, *_: linear(made)
     if kernel is None:
         kernel = base.HAS_TRITON and not base.INTERPRETED and model.cos.is_cuda
@@ -1279,21 +1331,28 @@ def lean(model, compiled=True, remake=True, kernel=None):
         h = keep(block.up, n, norm, x, block.norm2.weight, n.dtype)
         return onward(x, gelu_linear(block.down, h))
 
+    def embed(plain, tokens):
+        if not (remake and torch.is_grad_enabled()) or hasattr(model.embedding.weight, "cut"):
+            return plain(tokens)
+        return NormedEmbedding.apply(model.embedding(tokens), tokens, model.embedding, from_norm)
+
     def last(plain, x):
         return enter_norm(x, model.norm.weight)[1] if torch.is_grad_enabled() else plain(x)
 
     for block in model.blocks:
         block.forward = functools.partial(layer, block, block.forward)
     model.norm.forward = functools.partial(last, model.norm.forward)
+    model.embed = functools.partial(embed, model.embed)
 
 
 def lean_saving(config, tokens, width, experts=False, cut=1, kernel=True):
     """Bytes of 01's activation_bytes (with fused norms) that lean() does not keep, products being of `width` bytes: of
     a layer's numbers both norms (2 D a token), the activation (4), and by turn_kernel q and k before they are turned
-    (2); in layers with experts the first norm, q and k alone. And of E, what fp32 has more. cut: tensor-parallel ranks,
-    which share all but the norms."""
-    layer = (1 if experts else 2) + ((0 if experts else 4) + (2 if kernel else 0)) / cut
-    return int(tokens * config.dim * (width * layer * config.layers + 4 - width))
+    (2, less a number for each head of both); in layers with experts the first norm, q and k alone. Of E, what fp32 has
+    more; and the embedding, if it is not cut. cut: tensor-parallel ranks, which share all but the norms."""
+    turned = 2 - 2 * config.heads / config.dim if kernel else 0
+    layer = (1 if experts else 2) + ((0 if experts else 4) + turned) / cut
+    return int(tokens * config.dim * (width * layer * config.layers + 4 - width + 4 * (cut == 1)))
 
 
 class Offload(saved_tensors_hooks):

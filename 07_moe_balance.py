@@ -601,7 +601,8 @@ class ExpertFactor(NamedTuple):
 def expert_update(state, dY, X, work, parts, arriving, dtype):
     """What backward makes of the gradient of Experts.weight, with the parts of it that are arriving: dW (E M, K), if
     the weight is not forged or not armed. Else None: its factor is kept, or the step is taken, as 04 plans it: in slabs
-    of the whole weight; or, if experts are larger than a slab or have parts, each by itself, in slabs or fused."""
+    of the whole weight (with Muon: of whole experts); or, if experts are larger than a slab or have parts, each by
+    itself, in slabs or fused."""
     M, K, handle = dY.shape[1], X.shape[1], state and state.handle
     if not (state and (handle.armed or handle.stashing)):
         gradient = experts_gradient(dY, X, work.own, dtype)  # (E M, K)
@@ -615,9 +616,10 @@ def expert_update(state, dY, X, work, parts, arriving, dtype):
         return state.keep(factor)
     state.refuse_second()
     state.updated = True
-    sizes = handle.slab_bytes, handle.gradient.itemsize
-    if sizes[1] * M * K <= sizes[0] and handle.rung != "fused" and not work.part_of:
-        plan = state.plan = handle.plan(state, None)  # of the whole weight: a slab holds several experts, or cuts one
+    sizes, plan = (handle.slab_bytes, handle.gradient.itemsize), handle.plan(state, None)
+    several = sizes[1] * M * K <= sizes[0] and handle.rung != "fused" and not work.part_of
+    if plan.rung == "matrix" or several:  # of the whole weight: a slab holds several experts, or cuts one
+        state.plan = plan
         return state.step_in_slabs([factor], plan.rows, plan.cols)
     for e in range(len(factor.bounds) - 1):
         product, *others = factors = factor.of_expert(e)

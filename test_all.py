@@ -1111,7 +1111,7 @@ def test_cut_and_materialised_losses_train_alike(tiny):
 
 
 def test_accumulation_equals_one_big_batch(tiny):
-    whole, parts = tiny("--optimizer", "adamw", out="a"), tiny("--accum", 4, out="b")
+    whole, parts = tiny("--optimizer", "ordinary", out="a"), tiny("--accum", 4, out="b")
     assert losses(parts[1]) == pytest.approx(losses(whole[1]), rel=1e-5)
     assert norms(parts[1]) == pytest.approx(norms(whole[1]), rel=1e-4)
     for name, w in whole[2].items():
@@ -1128,7 +1128,7 @@ def test_gradient_size_twin(tiny, monkeypatch):
 
 def test_accumulation_twin(tiny, monkeypatch):
     """Each micro-batch sees the same sequences: the loss must differ."""
-    whole = tiny("--optimizer", "adamw", out="a")
+    whole = tiny("--optimizer", "ordinary", out="a")
     monkeypatch.setattr(train, "share", lambda count, world, accum, micro: range(count // accum))
     parts = tiny("--accum", 4, out="b")
     assert losses(parts[1]) != pytest.approx(losses(whole[1]), rel=1e-5)
@@ -1136,7 +1136,7 @@ def test_accumulation_twin(tiny, monkeypatch):
 
 def test_two_processes_equal_one(tiny):
     flags = ["--device", "cpu", "--steps", 20]
-    one, two = tiny(*flags, "--optimizer", "adamw", out="a"), tiny(*flags, "--gpus", 2, "--sync", "ddp", out="b")
+    one, two = tiny(*flags, "--optimizer", "ordinary", out="a"), tiny(*flags, "--gpus", 2, "--sync", "ddp", out="b")
     assert one[0] == two[0] == 0 and len(losses(one[1])) == 20
     assert losses(two[1]) == pytest.approx(losses(one[1]), abs=1e-5)
     assert norms(two[1]) == pytest.approx(norms(one[1]), rel=1e-4)
@@ -1148,7 +1148,7 @@ def test_spread_experts_equal_those_of_one_process(tiny, flags):
     """Also clipping, validation, the checkpoint, and going on with another number of processes."""
     flags = ["--device", "cpu", "--moe", 4, "--steps", 8, *flags]
     plain = [flag for flag in flags if flag not in ("--ep-policy", "llep")]
-    one, two = tiny(*plain, "--optimizer", "adamw", out="a"), tiny(*flags, "--gpus", 2, "--sync", "ddp", out="b")
+    one, two = tiny(*plain, "--optimizer", "ordinary", out="a"), tiny(*flags, "--gpus", 2, "--sync", "ddp", out="b")
     assert one[0] == two[0] == 0 and len(losses(one[1])) == 8
     assert losses(two[1]) == pytest.approx(losses(one[1]), abs=1e-5)
     assert norms(two[1]) == pytest.approx(norms(one[1]), rel=1e-4)
@@ -1167,12 +1167,15 @@ def run_without_all_reduce(args):
 
 
 def test_two_processes_twin(tiny, text, tmp_path):
-    """Without the all-reduce each process follows its own half of the batch: the losses must differ."""
+    """Without the all-reduce each process follows its own half of the batch: the losses must differ, and the weights,
+    which are compared before they are saved."""
     one = tiny("--device", "cpu", out="a")
     argv = [*TINY, "--data", text, "--preset", "cpu", "--out", tmp_path / "b", "--log", tmp_path / "b.jsonl"]
     args = train.parse([str(a) for a in (*argv, "--device", "cpu", "--gpus", 2, "--sync", "ddp")])
     (tmp_path / "b").mkdir()  # launch() would have
-    base.spawn(run_without_all_reduce, 2, "cpu", (args,))
+    with pytest.raises(torch.multiprocessing.ProcessExitedException):
+        base.spawn(run_without_all_reduce, 2, "cpu", (args,))
+    assert weights(tmp_path / "b") is None
     rows = [json.loads(line) for line in (tmp_path / "b.jsonl").read_text().splitlines()]
     assert losses(rows) != pytest.approx(losses(one[1]), rel=1e-5)
 
@@ -1214,7 +1217,7 @@ def train_weights(phi, out):
 
 @pytest.mark.parametrize("flags", [
     ["--sync", "streaming", "--device", "cpu", "--gpus", 2], ["--sync", "sparseloco", "--states", "master"],
-    ["--sync", "gossip", "--optimizer", "adamw"], ["--sync", "co2", "--states", "int8"]], ids=lambda flags: flags[1])
+    ["--sync", "gossip", "--optimizer", "ordinary"], ["--sync", "co2", "--states", "int8"]], ids=lambda flags: flags[1])
 def test_resume_in_the_middle_of_a_round_is_bitwise(tiny, flags):
     """Streaming over two processes with a fragment in flight; the others by one worker."""
     exact = ["--deterministic"] if base.HAS_CUDA else []
@@ -1405,7 +1408,7 @@ def long_run(text, tmp_path):
     return [*TINY, "--data", text, "--preset", "cpu", "--out", out, "--steps", 10**5, "--log-every", 1]
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "forge-cce"])
+@pytest.mark.parametrize("optimizer", ["ordinary", "forge-cce"])
 def test_killed_run_resumes_bitwise(tiny, long_run, tmp_path, optimizer):
     """SIGKILL at a random step; the resumed run ends with the weights of one that was never touched."""
     exact = ["--deterministic"] if base.HAS_CUDA else []
@@ -1413,8 +1416,8 @@ def test_killed_run_resumes_bitwise(tiny, long_run, tmp_path, optimizer):
     step = random.randrange(4, 38)
     result = python("-c", f"""
 import os, signal, train
-rate = train.learning_rate
-train.learning_rate = lambda step, args: os.kill(os.getpid(), signal.SIGKILL) if step == {step} else rate(step, args)
+share = train.schedule
+train.schedule = lambda step, args: os.kill(os.getpid(), signal.SIGKILL) if step == {step} else share(step, args)
 train.main({[str(flag) for flag in (*long_run, *schedule)]})
 """)
     assert result.returncode == -signal.SIGKILL, result.stdout + result.stderr
@@ -1513,10 +1516,10 @@ def test_experts_train_apart(tiny):
 
 
 @pytest.mark.parametrize("flags", [[], ["--clip", 1, "--accum", 2]], ids=["in backward", "after it"])
-def test_forged_experts_train_like_adamw(tiny, flags):
+def test_forged_experts_train_like_ordinary_ones(tiny, flags):
     """Also an odd number of experts, of which some may get no token."""
     runs = [tiny("--moe", 5, "--top-k", 1, "--optimizer", name, "--clip", 0, *flags, out=name)
-            for name in ("adamw", "forge-cce")]
+            for name in ("ordinary", "forge-cce")]
     for step, loss in losses(runs[0][1]).items():
         assert losses(runs[1][1])[step] == pytest.approx(loss, rel=2e-3 if step < 20 else 0.02)
     assert all("max_violation" in row for row in runs[1][1] if "loss" in row)
@@ -1524,14 +1527,14 @@ def test_forged_experts_train_like_adamw(tiny, flags):
 
 def test_forge_trains_like_adamw(tiny):
     """300 steps from one seed: the same losses. The twins train without decay and must be told apart."""
-    flags = ["--steps", 300, "--clip", 0]
-    adamw = tiny(*flags, "--optimizer", "adamw", out="adamw")
+    flags = ["--steps", 300, "--clip", 0, "--rule", "adamw"]
+    adamw = tiny(*flags, "--optimizer", "ordinary", out="adamw")
     for name in ("forge", "forge-cce"):
         forge = tiny(*flags, "--optimizer", name, out=name)
         assert len(losses(forge[1])) == 300 and losses(forge[1]) == pytest.approx(losses(adamw[1]), abs=1e-4)
         assert norms(forge[1]) == pytest.approx(norms(adamw[1]), rel=1e-2)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(train, "RULE", forging.AdamW(train.BETAS, 1e-8, 0.0))
+            patch.setattr(train, "ADAMW", forging.AdamW(train.BETAS, 1e-8, 0.0))
             twin = tiny(*flags, "--optimizer", name, out=f"twin-{name}")
         assert losses(twin[1]) != pytest.approx(losses(adamw[1]), abs=1e-4)
 
@@ -1540,8 +1543,8 @@ def test_forge_trains_like_adamw(tiny):
 @pytest.mark.parametrize("size", [[], ["--batch", 4, "--seq", 4]], ids=["gradients are kept", "factors are kept"])
 def test_forge_clips_and_accumulates_like_adamw(tiny, name, size):
     """Norms that change from step to step and are cut hard: AdamW does notice. The twin does not clip."""
-    flags = ["--steps", 40, "--clip", 0.02, "--accum", 2, *size]
-    adamw, forge = (tiny(*flags, "--optimizer", optimizer, out=optimizer) for optimizer in ("adamw", name))
+    flags = ["--steps", 40, "--clip", 0.02, "--accum", 2, "--rule", "adamw", *size]
+    adamw, forge = (tiny(*flags, "--optimizer", optimizer, out=optimizer) for optimizer in ("ordinary", name))
     assert losses(forge[1]) == pytest.approx(losses(adamw[1]), abs=1e-4)
     assert norms(forge[1]) == pytest.approx(norms(adamw[1]), rel=1e-3)
     release = forging.Forge.release
@@ -1551,7 +1554,7 @@ def test_forge_clips_and_accumulates_like_adamw(tiny, name, size):
     assert losses(twin[1]) != pytest.approx(losses(adamw[1]), abs=1e-4)
 
 
-@pytest.mark.parametrize("optimizer", ["forge-cce", "adamw"])
+@pytest.mark.parametrize("optimizer", ["forge-cce", "ordinary"])
 def test_a_micro_batch_of_nan_stops_or_is_skipped(tiny, monkeypatch, capsys, optimizer):
     """stop: the last checkpoint is good. skip: a bad step changes nothing, and those after it are taken; one that goes
     on for too long ends the run all the same."""
@@ -1574,7 +1577,10 @@ def test_a_micro_batch_of_nan_stops_or_is_skipped(tiny, monkeypatch, capsys, opt
     bad = range(7, 99)
     status, _, kept = tiny(*flags, "--on-nan", "skip", "--steps", 12, out="long")
     assert status == 1 and "step 9: loss nan" in capsys.readouterr().out and same(seen[6], kept)
-    assert tiny("--clip", 0, "--on-nan", "skip")[0] == 2 and "use --clip 1" in capsys.readouterr().err
+    seen.clear()
+    bad = range(4, 5)
+    assert tiny("--optimizer", optimizer, "--on-nan", "skip", out="unclipped")[0] == 0
+    assert "step 4: loss nan" in capsys.readouterr().out and same(seen[3], seen[4]) and not same(seen[4], seen[5])
 
 
 def test_a_skipped_step_moves_no_bias(tiny, monkeypatch):
@@ -1622,20 +1628,24 @@ def test_narrow_states_train(tiny, states):
 
 def test_default_optimizer_is_what_the_other_flags_allow(tiny, capsys):
     for flags, words in (([], "optimizer forge-cce (no sum"), (["--clip", 0.5], "optimizer forge-cce (no sum"),
-                         (["--accum", 2], "optimizer adamw (--accum 2"),
+                         (["--accum", 2], "optimizer ordinary (--accum 2"),
+                         (["--rule", "adamw"], "optimizer forge-cce (no sum"),
+                         (["--on-nan", "skip"], "optimizer forge-cce (no sum"),
+                         (["--tp", 2, "--device", "cpu"], "optimizer forge-cce (no sum"),
                          (["--loss", "reference"], "optimizer forge (no sum"),
                          (["--states", "int8", "--clip", 0.5], "optimizer forge-cce (for --states int8"),
                          (["--gpus", 2, "--device", "cpu"], "optimizer forge-cce (no sum"),
-                         (["--gpus", 2, "--device", "cpu", "--sync", "ddp"], "optimizer adamw (--sync ddp")):
+                         (["--gpus", 2, "--device", "cpu", "--sync", "ddp"], "optimizer ordinary (--sync ddp")):
         args = train.parse([str(flag) for flag in (*TINY, *flags)])
         assert f"optimizer {args.optimizer} ({args.why_optimizer}".startswith(words)
-        assert args.clip == 1.0 or "--clip" in flags
+        assert args.clip == ("adamw" in flags) or "--clip" in flags
+        assert train.waits(args) == (args.optimizer != "ordinary" and (args.clip > 0 or args.on_nan == "skip"))
 
 
 def test_checkpoint_of_another_optimizer_is_refused(tiny, capsys):
     tiny("--states", "bf16")
     assert tiny("--resume", "--states", "int8")[0] == 2 and "the checkpoint has bf16" in capsys.readouterr().err
-    assert tiny("--resume", "--optimizer", "adamw")[0] == 2 and "checkpoint has forge-cce" in capsys.readouterr().err
+    assert tiny("--resume", "--optimizer", "ordinary")[0] == 2 and "checkpoint has forge-cce" in capsys.readouterr().err
     assert tiny("--resume", "--loss", "reference")[0] == 2 and "forge-cce with --loss ref" in capsys.readouterr().err
 
 
@@ -1895,7 +1905,8 @@ BAD_FLAGS = {
     "use a multiple of 2": ["--moe", 5, "--gpus", 2, "--device", "cpu", "--sync", "ddp", "--batch", 8],
     "biases would go their own way": ["--moe", 4, "--balance", "bias", "--gpus", 2, "--device", "cpu"],
     "--sync streaming needs at least 3": ["--sync", "streaming", "--inner-steps", 2],
-    "--states int8 goes with --optimizer forge": ["--optimizer", "adamw", "--states", "int8"],
+    "--states int8 goes with --optimizer forge": ["--optimizer", "ordinary", "--states", "int8"],
+    "--muon-lr 0.1 with --rule adamw: there is no Muon": ["--muon-lr", 0.1, "--rule", "adamw"],
     "a process has whole heads: use --tp 2": ["--tp", 4, "--device", "cpu"],
     "use --vocab 258": ["--tp", 2, "--vocab", 257, "--device", "cpu"],
     "a worker is 2 of them: use --gpus 4": ["--tp", 2, "--gpus", 3, "--device", "cpu"],
@@ -1926,7 +1937,7 @@ def test_more_gpus_than_present_is_one_clear_line(tiny, capsys):
 # --- train.py: flags that cut or remake ---
 
 FEATURES = {
-    "accum": dict(accum=2), "clip": dict(clip=0.5), "forge": dict(optimizer="forge"),
+    "adamw": dict(rule="adamw"), "accum": dict(accum=2), "clip": dict(clip=0.5), "forge": dict(optimizer="forge"),
     "forge-cce": dict(optimizer="forge-cce"), "states": dict(states="bf16"), "ddp": dict(sync="ddp"),
     "diloco": dict(sync="diloco", inner_steps=1), "noloco": dict(sync="noloco", inner_steps=1), "tp": dict(tp=2),
     "moe": dict(moe=4), "ep": dict(moe=4, ep_policy="llep"), "bias": dict(moe=4, balance="bias"),
@@ -1936,24 +1947,25 @@ FEATURES = {
 }
 # A row's feature with those above it, in their order. "." works, "=" is the same flag twice, a letter is a refusal.
 COMPOSES = """
-accum
-clip       .
-forge      . .
-forge-cce  . . =
-states     . . . .
-ddp        . . s s s
-diloco     . . . . . =
-noloco     . . . . . = =
-tp         . . . . . . . .
-moe        . . . . . . . . e
-ep         . . s s s . p p e .
-bias       . . . . . . b b e . .
-recompute  . . . . . . . . . . . .
-offload    . . . . . . . . . . . . .
-cce        . . . . . . . . v . . . . .
-cce-sparse . . . . . . . . v . . . . . =
-cce-filter . . . f . . . . . . . . . . = =
-reference  . . . f . . . . l . . . . . = = =
+adamw
+accum      .
+clip       . .
+forge      . . .
+forge-cce  . . . =
+states     . . . . .
+ddp        . . . s s s
+diloco     . . . . . . =
+noloco     . . . . . . = =
+tp         . . . . . . . . .
+moe        . . . . . . . . . e
+ep         . . . s s s . p p e .
+bias       . . . . . . . b b e . .
+recompute  . . . . . . . . . . . . .
+offload    . . . . . . . . . . . . . .
+cce        . . . . . . . . . v . . . . .
+cce-sparse . . . . . . . . . v . . . . . =
+cce-filter . . . . f . . . . . . . . . . = =
+reference  . . . . f . . . . l . . . . . = = =
 """
 REFUSALS = {
     "s": "sums gradients that forge never makes: use --sync diloco", "e": "experts would not be cut",
@@ -1980,7 +1992,7 @@ def uncut(flags):
     rest = {flag: value for flag, value in flags.items() if flag not in ("tp", "recompute", "offload")}
     if rest.get("sync") == "ddp":
         rest = {flag: value for flag, value in rest.items() if flag not in ("sync", "ep_policy")}
-        rest["optimizer"] = "adamw"
+        rest["optimizer"] = "ordinary"
     return rest
 
 
@@ -2009,6 +2021,7 @@ def run_in_turn(runs):
         with pytest.MonkeyPatch.context() as patch:
             if bug:
                 patch.setattr(*CUT_BUGS[bug][:3])
+                patch.setattr(train, "check_replicas", lambda *replicas: None)  # it would speak first
             if train.run(args):
                 sys.exit(1)
 
@@ -2090,7 +2103,7 @@ def test_cut_twin(small, bug):
 
 
 @pytest.mark.parametrize("flags", [
-    ["--dim", 256, "--states", "int8"], ["--dim", 32, "--optimizer", "adamw", "--accum", 2]], ids=["int8", "adamw"])
+    ["--dim", 256, "--states", "int8"], ["--dim", 32, "--optimizer", "ordinary", "--accum", 2]], ids=["int8", "ordinary"])
 def test_cut_runs_go_on_uncut_and_the_other_way(tiny, capsys, flags):
     """A checkpoint is of the whole model, with the whole optimizer's state. The twin drops that state."""
     flags = ["--device", "cpu", "--save-every", 3, "--log-every", 1, *flags]
@@ -2171,7 +2184,7 @@ def test_a_verdict_is_of_all_parts(tmp_path):
 
 
 @pytest.mark.parametrize("way", [[], ["--recompute"], ["--offload"], ["--recompute", "--offload"]], ids="".join)
-@pytest.mark.parametrize("optimizer", ["adamw", "forge-cce"])
+@pytest.mark.parametrize("optimizer", ["ordinary", "forge-cce"])
 def test_predicted_peak_without_what_is_kept(tmp_path, optimizer, way):
     args = train.parse([*"--layers 6 --dim 64 --heads 2 --vocab 256 --preset cpu --device cpu --loss cce-exact".split(),
                         "--optimizer", optimizer, *way])
@@ -2273,10 +2286,11 @@ def test_doubling_the_vocabulary_adds_logits_only_to_the_materialised_loss(monke
 
 @needs_gpu
 @pytest.mark.parametrize("loss, optimizer, states", [
-    *((loss, "adamw", "fp32") for loss in train.LOSSES),
+    *((loss, "ordinary", "fp32") for loss in train.LOSSES), ("cce-exact", "ordinary --rule adamw", "fp32"),
+    ("cce-exact", "forge-cce --rule adamw --clip 0", "fp32"), ("cce-exact", "forge --rule adamw", "bf16"),
     *(("cce-exact", optimizer, states) for optimizer in ("forge", "forge-cce") for states in forging.LAYOUTS),
     ("cce-sparse", "forge-cce", "int8"), ("cce-exact", "forge --clip 1", "fp32"),
-    ("cce-exact", "forge-cce --clip 1", "master"), ("cce-exact", "adamw --moe 8", "fp32"),
+    ("cce-exact", "forge-cce --clip 1", "master"), ("cce-exact", "ordinary --moe 8", "fp32"),
     ("cce-exact", "forge-cce --moe 8", "master"),
 ])
 def test_predicted_peak_of_a_training_step(loss, optimizer, states):

@@ -15,17 +15,20 @@ What it shows
     default where 03's kernels run); cce-exact: exact (the default elsewhere); cce-sparse: sparse wherever its entries
     fit; cce-filter: dE without the tiles that 03 would leave out (dC stays exact, a filtered one starves the rows of
     rare tokens); reference: of the materialised loss, for comparison.
-    --optimizer forge-cce (04, the default): with --clip 0 every matrix is updated inside backward, the classifier in
-    the loss itself, so that no gradient of a matrix is ever there. Clipping (the default: a batch of odd text can have
-    a gradient a hundred times as long as its neighbours') and --accum need the norm or the sum of all gradients first:
-    until that is known each matrix keeps the factors of its gradient (04), or the gradient itself where that is
-    smaller. forge: the layers' matrices alone, embedding and classifier by an ordinary AdamW; adamw: everything by
-    that. --states says in what precision forged weights and moments are kept.
+    --rule says which step: muon (04, the default) for the layers' matrices, at --muon-lr, with AdamW for embedding,
+    classifier, norms and routers, at --lr; or adamw for all. Muon divides by the gradient's own size and is not clipped
+    by default. AdamW is, at 1: a batch of odd text can have a gradient many times as long as its neighbours'.
+    --optimizer says when: forge-cce (04, the default): every matrix is updated inside backward, the classifier in the
+    loss itself, so that of all matrices' gradients one is there at a time. --clip, --accum and --on-nan skip need the
+    norm or the sum of all gradients first: until that is known each matrix keeps the factors of its gradient (04), or
+    the gradient itself where that is smaller. forge: so the layers' matrices alone; ordinary: after backward, from
+    gradients that are all kept (the default with --accum, and of several processes with --sync ddp). --states says in
+    what precision forged weights and moments are kept.
     --sync diloco (06, the default of several processes): each is a worker that trains alone for --inner-steps steps and
     then sends how far it came; no gradient is ever summed, so forge works. The other methods of 06 send less, or later,
     or to fewer. Validation, sample and checkpointed model are the weights that the workers agree on; a step's loss is
     one worker's. On CPUs (gloo), with --gpus, a worker may be killed: the others go on, and a new one takes its place.
-    ddp: gradients are summed each step, by adamw.
+    ddp: gradients are summed each step, before an ordinary one.
     --moe E (07): E experts in place of each MLP, each token through its best --top-k, of a width at which it meets as
     many weights as in the dense model. --balance keeps their loads alike. With --sync ddp the experts are spread over
     the processes (--ep-policy); under any other --sync each process has all of them.
@@ -96,20 +99,24 @@ low_comm = importlib.import_module("06_low_comm_sync")
 mixture = importlib.import_module("07_moe_balance")
 MIB = base.MIB
 
+# lr: AdamW's with --rule adamw, and with muon, where the layers' matrices do not need it to be small.
 # batch None: the largest power of two, up to 64 sequences a process, whose predicted memory fits what is free.
 PRESETS = {
-    "cpu": dict(layers=4, dim=128, heads=4, seq=128, batch=8, steps=400, lr=3e-3, tokens="bytes"),
-    "gpt2-small": dict(layers=12, dim=768, heads=12, seq=1024, batch=None, steps=300, lr=1e-3, tokens="bigrams"),
-    "gpt2-medium": dict(layers=24, dim=1024, heads=16, seq=1024, batch=None, steps=300, lr=6e-4, tokens="bigrams"),
+    "cpu": dict(layers=4, dim=128, heads=4, seq=128, batch=8, steps=400, lr=(3e-3, 3e-3), tokens="bytes"),
+    "gpt2-small": dict(layers=12, dim=768, heads=12, seq=1024, batch=None, steps=300, lr=(1e-3, 4e-3),
+                       tokens="bigrams"),
+    "gpt2-medium": dict(layers=24, dim=1024, heads=16, seq=1024, batch=None, steps=300, lr=(6e-4, 4e-3),
+                        tokens="bigrams"),
 }
 MODEL_FLAGS = ("preset", "layers", "dim", "heads", "seq", "vocab", "tokens")  # fixed by a checkpoint,
-STATE_FLAGS = ("optimizer", "states", "sync", "inner_steps", "outer", "moe", "top_k")  # as are these
+STATE_FLAGS = ("rule", "optimizer", "states", "sync", "inner_steps", "outer", "moe", "top_k")  # as are these
 # The outer step's rate and momentum in runs of fewer rounds than this; from there on the method's own. DiLoCo's 0.7 and
 # 0.9 add up to seven times what workers did, ten rounds late: more than a short run can make good. Streaming keeps half
 # of a worker's own way with each fragment, and bears more (see README).
 SHORT_OUTER = {"diloco": {15: [1.0, 0.0], 200: [0.9, 0.5]}, "streaming": {30: [0.9, 0.5], 200: [0.7, 0.9]}}
 SHORT_OUTER["gossip"] = SHORT_OUTER["diloco"]
 BETAS, WEIGHT_DECAY, MIN_LR = (0.9, 0.95), 0.1, 0.1  # AdamW; the cosine ends at a tenth of the peak rate
+MUON_LR = 0.02  # peak rate, of any width
 BALANCE, BIAS_RATE = 3e-2, 3e-3  # of experts: the loss's coefficient, a bias's step; large ones, for short runs
 WARMUP = 50  # steps, also in short runs: AdamW's second moment averages 20, and a full rate before that makes it spike
 SKIPS = 5  # steps that --on-nan skip leaves out in a row before it gives up
@@ -520,50 +527,85 @@ def all_reduce_gradients(model, world):
         world.sum(*(p.grad for p in model.parameters() if not (experts and spread(p))), group=world.data)
 
 
+def check_replicas(model, world):
+    """ConnectionError unless the workers of --sync ddp still have the same weights, bit for bit: each makes every step
+    for itself, and a GPU that computes wrongly would go its own way."""
+    total, experts = 0, world.parts is not world.tp
+    for p in model.parameters():
+        if not (experts and spread(p)):
+            total = zlib.crc32(p.detach().cpu().view(-1).view(torch.uint8).numpy(), total)
+    ends = torch.tensor([total, -total], dtype=torch.float64, device=world.device)
+    dist.all_reduce(ends, dist.ReduceOp.MAX, group=world.data)
+    if ends.sum():
+        raise ConnectionError("the processes of --sync ddp have come to different weights: nothing was saved; go on "
+                              "from the checkpoint before with --resume, on other hardware if it happens again")
+
+
 def spread(p):
     """Whether this process has a part of the parameter only: an equal one of its dimension p.cut."""
     return hasattr(p, "cut")
 
 
-RULE = forging.AdamW(BETAS, 1e-8, WEIGHT_DECAY)
+ADAMW, MUON = forging.AdamW(BETAS, 1e-8, WEIGHT_DECAY), forging.Muon(weight_decay=0.005)  # 0.005 x 0.02, 0.1 x 0.001
+
+
+def muon_matrices(model):
+    """{name: parameter} of what Muon is for, by name: embedding, classifier and routers are matrices, too, but their
+    rows are tokens and experts, which nothing should make orthogonal."""
+    layers = ("qkv.weight", "proj.weight", "up.weight", "down.weight")
+    return {name: p for name, p in model.named_parameters() if name.endswith(layers)}
 
 
 class Optimizer:
-    """AdamW for every parameter, decay on matrices only. With --optimizer forge the step of linear weights is 04's,
-    inside the backward pass that follows begin(), with forge-cce also embedding's and classifier's; the others' is
-    torch's, in finish(). With --clip or --accum 04's steps, too, wait for finish(). group: over which parameters
-    with a `cut` are spread. origins: {name: first element} of what tensor parallelism cut."""
+    """The rules for every parameter, AdamW's decay on matrices only. With --optimizer forge the step of the layers'
+    matrices is 04's, inside the backward pass that follows begin(), with forge-cce also embedding's and classifier's;
+    where it waits() for all of a gradient, in finish(). The rest of AdamW is torch's, in finish(), where an ordinary
+    Muon steps, too. group: over which parameters with a `cut` are spread. origins: {name: first element} of what tensor
+    parallelism cut."""
 
     def __init__(self, model, args, group=None, origins=None):
         self.forged, self.group, model.head = None, group, None
-        if args.optimizer != "adamw":
+        muon = muon_matrices(model) if args.rule == "muon" else {}
+        options = dict(rules=dict.fromkeys(muon, MUON), seed=args.seed)
+        if args.tp > 1:  # experts that are spread are whole
+            options |= dict(ranks={name: parallel.ranks_of(p, group) for name, p in muon.items()})
+        self.inside = args.optimizer != "ordinary"
+        if self.inside:
             whole = dict(embeddings=True, classifier="classifier") if args.optimizer == "forge-cce" else {}
             origins = {name: place for name, place in (origins or {}).items() if whole or name.startswith("blocks")}
             summed = args.processes // args.tp if args.sync == "ddp" else 1  # had to be, if several: 04 refuses
-            self.forged = forging.forge(model, RULE, args.states, seed=args.seed, data_parallel=summed, origins=origins,
-                                        **whole)
+            self.forged = forging.forge(model, ADAMW, args.states, data_parallel=summed, origins=origins, **whole,
+                                        **options)
             model.head = self.forged["classifier"] if whole else None
-        self.parameters = list(self.forged.ordinary.values() if self.forged else model.parameters())
-        matrices, others = ([p for p in self.parameters if (p.dim() >= 2) == wanted] for wanted in (True, False))
+        elif muon:
+            experts = {name: model.get_submodule(name.rpartition(".")[0]) for name in muon}
+            experts = {name: getattr(module, "experts", 1) for name, module in experts.items()}
+            self.forged = forging.Forge(muon, MUON, data_parallel=1, matrices=experts, **options)
+        stepped = self.forged.states if self.forged else {}
+        rest = {name: p for name, p in model.named_parameters() if name not in stepped}
+        self.parameters = list((rest if self.inside else dict(model.named_parameters())).values())  # have a .grad
+        matrices, others = ([p for p in rest.values() if (p.dim() >= 2) == wanted] for wanted in (True, False))
         groups = [dict(params=matrices, weight_decay=WEIGHT_DECAY), dict(params=others, weight_decay=0.0)]
         self.ordinary = torch.optim.AdamW(groups, lr=args.lr, betas=BETAS, fused=True)  # one kernel, no temporaries
         self.clip, self.waits, self.device = args.clip, waits(args), next(model.parameters()).device
-        self.skips = args.on_nan == "skip"
+        self.skips, self.peaks = args.on_nan == "skip", {ADAMW: args.lr} | dict.fromkeys(muon and [MUON], args.muon_lr)
 
-    def begin(self, step, lr):
-        """What the backward passes that follow belong to: step 1, 2, ..."""
-        self.at = lr, step
+    def begin(self, step, share):
+        """What the backward passes that follow belong to: step 1, 2, ... at this share of the peak rates."""
+        rates = {rule: peak * share for rule, peak in self.peaks.items()}
+        self.at = rates, step
         for group in self.ordinary.param_groups:
-            group["lr"] = lr
+            group["lr"] = rates[ADAMW]
         if self.waits:
             self.forged.stash()
-        elif self.forged:
-            self.forged.arm(lr, step)
+        elif self.inside:
+            self.forged.arm(rates, step)
 
     def finish(self, norm, *values):
         """The rest of the step, after all gradients, whose norm this is. Returns 03's Readback of `values`, tensors of
-        one number, and of the norm: its copy starts before the weights are written (forged ones, with --clip 0, are by
-        then). With --on-nan skip, which waits for it, nothing is written if a number is not finite: `taken`."""
+        one number, and of the norm: its copy starts before the weights are written (those that were stepped inside
+        backward are by then). With --on-nan skip, which waits for it, nothing is written if a number is not finite:
+        `taken`."""
         reading = filtering.Readback(torch.stack([v.detach().double() for v in (*values, norm)]))
         self.taken = not self.skips or all(map(math.isfinite, reading.read()))
         if self.taken:
@@ -571,10 +613,13 @@ class Optimizer:
                 self.forged.release(*self.at, self.clip, self.parameters, norm)
             elif self.clip:
                 torch.nn.utils.clip_grads_with_norm_(self.parameters, self.clip, norm)
+            if self.forged and not self.inside:
+                self.forged.step_gradients(*self.at)
             self.ordinary.step()
         elif self.waits:
             self.forged.disarm()
-        self.ordinary.zero_grad(set_to_none=True)
+        for p in self.parameters:
+            p.grad = None
         return reading
 
     def norm(self):
@@ -585,7 +630,7 @@ class Optimizer:
             if p.grad is not None:
                 (own if spread(p) else common).append(p.grad)
         own, common = (torch.nn.utils.get_total_norm(gradients).double() for gradients in (own, common))
-        if self.forged:  # where anything is spread, all of these are
+        if self.inside:  # where anything is spread, all of these are
             forged = self.forged.norm() if self.waits else self.forged.telemetry().gradient_norm.norm()
             own = torch.stack((own, forged)).norm()
         return torch.stack((self.over_parts(own), common)).norm()
@@ -651,15 +696,15 @@ def sync_method(args):
 
 def waits(args):
     """Whether forged steps wait for the end of all backward passes of a step."""
-    return args.optimizer != "adamw" and (args.clip > 0 or args.accum > 1)
+    return args.optimizer != "ordinary" and (args.clip > 0 or args.accum > 1 or args.on_nan == "skip")
 
 
-def learning_rate(step, args):
-    """Linear warm-up, then a cosine down to MIN_LR of the peak."""
+def schedule(step, args):
+    """The share of the peak rates: linear warm-up, then a cosine down to MIN_LR."""
     if step < WARMUP:
-        return args.lr * (step + 1) / WARMUP
+        return (step + 1) / WARMUP
     progress = (step - WARMUP) / max(1, args.steps - WARMUP)
-    return args.lr * (MIN_LR + (1 - MIN_LR) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
+    return MIN_LR + (1 - MIN_LR) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
 @torch.no_grad()
@@ -752,15 +797,19 @@ def predict_memory(config, batch, accum, args, device, processes=1):
         config = dataclasses.replace(config, experts=config.experts // processes)
     layers = matrix_elements(config, tp)
     uncut = config.parameters() - matrix_elements(config) - 2 * config.vocab * D  # norms, routers
-    forged = (layers if args.optimizer != "adamw" else 0) + (2 * V * D if both else 0)
+    forged = (layers if args.optimizer != "ordinary" else 0) + (2 * V * D if both else 0)
     others = layers + 2 * V * D + uncut - forged
-    weight, state = forging.LAYOUTS[args.states].weight.itemsize, forging.state_bytes(RULE, args.states)
+    weight, muon = forging.LAYOUTS[args.states].weight.itemsize, args.rule == "muon"
+    states = layers * forging.state_bytes(MUON if muon else ADAMW, args.states)
+    states += (2 * V * D + uncut) * forging.state_bytes(ADAMW, args.states if both else "fp32")
     # Of the forged weights' gradients one layer's is alive, or a slab of it, which is kept from step to step.
     rung = "auto" if has_kernels(device) else "hook"
-    layer = max(forging.plan_update(s.M, s.K, N * s.met // s.count, args.states, rung).bytes
-                for s in layer_shapes(config, tp))
+    plans = [forging.plan_matrices(s.M * s.count, s.K, s.count) if muon else
+             forging.plan_update(s.M, s.K, N * s.met // s.count, args.states, rung) for s in layer_shapes(config, tp)]
+    layer = max(plan.bytes for plan in plans)
     rows = forging.plan_update(V, D, N, args.states, "slab", by_rows=True)
-    layer = 0 if not forged else max(layer, rows.bytes) if both else layer
+    layer = max(layer, rows.bytes if both else 0) if forged or muon else 0
+    work = muon * max(muon_bytes(s, plan, device, tp) for s, plan in zip(layer_shapes(config, tp), plans, strict=True))
     dtype = cut_dtype(args)
     if args.loss == "reference":
         loss = base.materialised_bytes(N, V)
@@ -779,12 +828,11 @@ def predict_memory(config, batch, accum, args, device, processes=1):
         copied = (0 if args.compile else N) + (V if weight == 4 or not both else 0)  # rows of E, C in bf16
         copies = 2 * copied * D if autocast else 0
         loss = results + beyond + copies
-    parts = dict(parameters=4 * others + weight * forged, gradients=4 * others + layer)
-    parts |= dict(optimizer=8 * others + state * forged)
+    parts = dict(parameters=4 * others + weight * forged, gradients=4 * others + layer, optimizer=states)
     # Autocast keeps a 16-bit copy of each weight from forward to backward; of a forged one it is made twice instead,
     # and of the matrix after an activation that lean() makes again.
     leaned = args.compile and not (args.recompute or args.offload)
-    twice = 12 if args.optimizer != "adamw" else 4 if leaned and not args.moe else 0
+    twice = 12 if args.optimizer != "ordinary" else 4 if leaned and not args.moe else 0
     remade = 2 * twice * config.layers * D**2 // tp if autocast else 0
     activations = base.activation_bytes(config, N, autocast, fused_norm=cuda) - remade
     if leaned:
@@ -797,9 +845,10 @@ def predict_memory(config, batch, accum, args, device, processes=1):
     # The last norm and E come after the layers. Recomputed, a layer keeps its input and is there whole once at a time;
     # offloaded, about a layer's tensors are on their way at any time.
     last = N * D * (4 + (dtype.itemsize if args.compile else 4 if cuda else 8))
-    layer_kept, again = (activations - last) // config.layers, 0
+    first = 0 if leaned and tp == 1 else 4 * N * D  # what was looked up
+    layer_kept, again = (activations - last - first) // config.layers, 0
     if args.recompute:
-        activations, again = 4 * N * D * config.layers + last, layer_kept
+        activations, again = 4 * N * D * config.layers + last + first, layer_kept
     if args.offload:
         activations = min(activations, layer_kept + last)
     parts |= dict(activations=activations, loss=loss)
@@ -810,8 +859,17 @@ def predict_memory(config, batch, accum, args, device, processes=1):
         parts["sync"] = low_comm.resident_bytes(method, others + forged) + copied
     # The peak is either early in backward, in the loss or the last layer, where activations are complete and gradients
     # (unless micro-batches before left theirs) are not there yet, or at its end, with all gradients and no activations.
-    early = activations + max(loss, again) + (parts["gradients"] if accum > 1 else layer if rung == "auto" else 0)
-    return parts, parts["parameters"] + parts["optimizer"] + parts.get("sync", 0) + max(early, parts["gradients"])
+    slab = layer if rung == "auto" or muon else 0
+    early = activations + max(loss, again, work) + (parts["gradients"] if accum > 1 else slab)
+    late = parts["gradients"] + work
+    return parts, parts["parameters"] + parts["optimizer"] + parts.get("sync", 0) + max(early, late)
+
+
+def muon_bytes(shape, plan, device, tp):
+    """What Muon holds beside the gradients of the Plan: its products', and of a matrix that is cut the whole."""
+    width, count = 2 if device.type == "cuda" else 4, plan.rows // shape.M
+    held = forging.orthogonal_bytes(shape.M, shape.K, width)
+    return count * held if tp == 1 else tp * held + width * shape.M * shape.K
 
 
 def fitting_batch(config, world, args, device):
@@ -1159,8 +1217,13 @@ def describe_run(config, data, world, args, device, start):
             f"balance: {args.balance}")
     yield f"        {args.dtype} ({args.why_dtype}), loss {args.loss} ({args.why_loss}{how.get(args.loss, '')})"
     when = "after the last backward pass" if waits(args) else "inside backward"
-    forged = {"forge": f", 04's step {when} for the layers' matrices, states in {args.states}", "adamw": "",
+    forged = {"forge": f", 04's step {when} for the layers' matrices, states in {args.states}",
+              "ordinary": ", a step after it from gradients that are kept",
               "forge-cce": f", 04's step {when} for all matrices, states in {args.states}"}
+    rule = f"AdamW for all, peak rate {args.lr:g}"
+    if args.rule == "muon":
+        rule = f"Muon for the layers' matrices, peak rate {args.muon_lr:g}; AdamW for the rest, {args.lr:g}"
+    yield f"        rule    {rule}" + (f"; clipped at {args.clip:g}" if args.clip else "")
     yield f"        optimizer {args.optimizer} ({args.why_optimizer}){forged[args.optimizer]}"
     if waits(args):
         mine = tokens // world.workers
@@ -1310,6 +1373,8 @@ def train(model, optimizer, data, config, world, args, device, start, stop):
     def save(step):
         nonlocal saved
         if saved != step and not args.dry_run:
+            if args.sync == "ddp" and world.workers > 1:
+                check_replicas(model, world)
             try:
                 save_checkpoint(args.out, step, model, optimizer, args, data, world)
             except ConnectionError:
@@ -1329,8 +1394,9 @@ def train(model, optimizer, data, config, world, args, device, start, stop):
     step, wrong, announced, skipped, most = start, None, False, 0, SKIPS if args.on_nan == "skip" else 0
     while step < args.steps:
         began = time.perf_counter()
-        lr = learning_rate(step, args)
-        optimizer.begin(step + 1, lr)
+        share_of_rates = schedule(step, args)
+        lr = args.lr * share_of_rates
+        optimizer.begin(step + 1, share_of_rates)
         before = stats.calls, stats.sparse
         loss = accumulate_gradients(model, feed, step, world, args, device, stats, alive)
         done, sync = step + 1, world.sync
@@ -1489,7 +1555,7 @@ def feasible(plans, config, batch, gib, args, sync):
         for accum in (k for k in range(1, each + 1) if each % k == 0):
             summed = accum > 1 or sync == "ddp" and one.dp > 1
             flags = vars(args) | dict(tp=one.tp, recompute=one.recompute, accum=accum, states="fp32", sync=sync,
-                                      optimizer="adamw" if summed else "forge-cce")
+                                      optimizer="ordinary" if summed else "forge-cce")
             flags = argparse.Namespace(**flags)
             if predict_memory(config, each // accum, accum, flags, torch.device("cuda"))[1] < 0.85 * gib * 2**30:
                 return one, accum
@@ -1517,12 +1583,15 @@ def make_parser():
         what = "sequences a step, over all processes and micro-batches; " if name == "batch" else ""
         add(f"--{name}", type=int, help=f"{what}from the preset")
     add("--accum", type=int, default=1, help="micro-batches a step")
-    add("--lr", type=float, help="peak learning rate (from the preset)")
-    add("--optimizer", choices=("forge-cce", "forge", "adamw"),
-        help="step inside backward: of all matrices; of the layers'; or after it (forge-cce; adamw with --accum, or "
-             "--sync ddp of several)")
+    add("--lr", type=float, help="AdamW's peak learning rate (from the preset)")
+    add("--rule", choices=("muon", "adamw"),
+        help="which step: Muon for the layers' matrices and AdamW for the rest, or AdamW for all (muon)")
+    add("--muon-lr", type=float, help=f"Muon's peak learning rate ({MUON_LR})")
+    add("--optimizer", choices=("forge-cce", "forge", "ordinary"),
+        help="when: inside backward, of all matrices; of the layers'; or after it (forge-cce; ordinary with --accum, "
+             "or --sync ddp of several)")
     add("--sync", choices=("none", "ddp", *low_comm.METHODS),
-        help="of several processes: none; gradients summed each step (adamw); weights by 06's methods (diloco)")
+        help="of several processes: none; gradients summed each step; weights by 06's methods (diloco)")
     add("--inner-steps", type=int, metavar="H", help="steps that workers take alone between rounds (from --sync)")
     add("--outer", type=float, nargs=2, metavar=("LR", "MOMENTUM"),
         help="of a round's own step (06's; another below 200 rounds of diloco, gossip, streaming)")
@@ -1533,7 +1602,8 @@ def make_parser():
     add("--ep-policy", choices=list(mixture.POLICIES),
         help="of experts spread over processes, with --sync ddp: fixed places, or least loaded (ep)")
     add("--states", choices=list(forging.LAYOUTS), help="of forged weights: fp32; bf16 with fp32 master; bf16; int8")
-    add("--clip", type=float, help="largest gradient norm (1.0); 0: do not clip, and forged steps inside backward")
+    add("--clip", type=float,
+        help="largest gradient norm; 0: do not clip, and forged steps inside backward (0; 1 with --rule adamw)")
     add("--on-nan", choices=("stop", "skip"), default="stop",
         help=f"of a loss or gradient that is not finite: end the run (stop), or leave out up to {SKIPS} steps in a row")
     add("--dtype", choices=("bf16", "fp32"), help="of the matrix products (bf16 where the GPU has it, else fp32)")
@@ -1617,9 +1687,14 @@ def parse(argv):
     if args.tokens and not (args.resume or has_text(args)):
         raise ValueError(f"--tokens {args.tokens}: says how text is cut, but {args.data} holds tokens: drop the flag")
     args.preset = args.preset or ("gpt2-small" if args.device == "cuda" else "cpu")
+    args.rule = args.rule or "muon"
+    if args.muon_lr is not None and args.rule == "adamw":
+        raise ValueError(f"--muon-lr {args.muon_lr:g} with --rule adamw: there is no Muon: drop one of them")
+    if args.rule == "muon" and args.muon_lr is None:
+        args.muon_lr = MUON_LR
     for name, value in PRESETS[args.preset].items():
         if getattr(args, name) is None:
-            setattr(args, name, value)
+            setattr(args, name, value[args.rule == "muon"] if name == "lr" else value)
     if args.batch is None and args.device == "cpu":
         args.batch = 8
     for name in ("layers", "dim", "heads", "seq", "batch", "accum", "gpus", "tp", "log_every", "vocab", "sample_top",
@@ -1637,16 +1712,13 @@ def parse(argv):
     args.sync = choose_sync(args, workers, record if args.resume else None)
     args.outer = choose_outer(args, args.resume and record["flags"]["sync"] in low_comm.METHODS)
     args.optimizer, args.why_optimizer = choose_optimizer(args, workers)
-    args.clip = 1.0 if args.clip is None else args.clip
-    if args.on_nan == "skip" and args.optimizer != "adamw" and not waits(args):
-        raise ValueError(f"--on-nan skip --optimizer {args.optimizer} --clip 0: steps are taken before the whole "
-                         "gradient is known: use --clip 1, or --on-nan stop")
+    args.clip = float(args.rule == "adamw") if args.clip is None else args.clip
     args.states = args.states or "fp32"
     choose_experts(args, processes)
     if args.compile is None:
         args.compile = has_kernels(torch.device(args.device))
-    for name in ("steps", "save_every", "eval_every", "clip", "lr", "temperature", "sample_tokens", "seed"):
-        if not 0 <= getattr(args, name) < 2**63:
+    for name in ("steps", "save_every", "eval_every", "clip", "lr", "muon_lr", "temperature", "sample_tokens", "seed"):
+        if not 0 <= (getattr(args, name) or 0) < 2**63:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}: must not be negative (nor past 2^63)")
     if args.dim % (2 * args.heads):
         raise ValueError(f"--dim {args.dim} --heads {args.heads}: dim must be a multiple of 2 * heads")
@@ -1701,13 +1773,13 @@ def choose_optimizer(args, workers):
     narrow = args.states not in (None, "fp32")
     asked = f"--optimizer {args.optimizer}" if args.optimizer else f"--states {args.states}"
     forging_asked = args.optimizer in ("forge", "forge-cce") or args.optimizer is None and narrow
-    if narrow and args.optimizer == "adamw":
-        raise ValueError(f"--states {args.states} goes with --optimizer forge-cce or forge: drop --optimizer adamw")
+    if narrow and args.optimizer == "ordinary":
+        raise ValueError(f"--states {args.states} goes with --optimizer forge-cce or forge: drop --optimizer ordinary")
     summed = workers > 1 and args.sync == "ddp"
     if summed and forging_asked:
         raise ValueError(f"{asked} with --sync ddp, which sums gradients that forge never makes: use --sync diloco"
                          + (", or start anew with another --out" if args.resume else
-                            ", or --optimizer adamw" if args.optimizer else ", or drop --states"))
+                            ", or --optimizer ordinary" if args.optimizer else ", or drop --states"))
     if args.optimizer == "forge-cce" and args.loss not in FORGED:
         raise ValueError(f"--optimizer forge-cce with --loss {args.loss}: it takes {', '.join(FORGED)}: use forge")
     if args.optimizer:
@@ -1717,7 +1789,7 @@ def choose_optimizer(args, workers):
         return name, f"for {asked}"
     for needs, reason in ((summed, "--sync ddp"), (args.accum > 1, f"--accum {args.accum}")):
         if needs:
-            return "adamw", f"{reason}, which needs the sum of all gradients first"
+            return "ordinary", f"{reason}, which needs the sum of all gradients first"
     return name, "no sum of gradients over processes or micro-batches"
 
 
