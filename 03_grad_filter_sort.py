@@ -109,7 +109,7 @@ def train_small(device, loss, seed=0):
     torch.manual_seed(seed)
     with device:
         model = base.GPT(config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3 if device.type == "cuda" else 1e-2, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3 if device.type == "cuda" else 2e-2, fused=True)
     text, rng = base.corpus("bigrams", limit=16 * MIB).train, np.random.default_rng(seed)
     if config.vocab == 128**2:
         text = text[(text & 0x8080) == 0]

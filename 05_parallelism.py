@@ -1252,9 +1252,10 @@ class NormedEmbedding(torch.autograd.Function):
 
 
 def gelu_back(h, gradient):
-    """gelu(h), and the gradient of h."""
+    """gelu(h), and the gradient of h, which takes the place of that of gelu(h): at the end of forward, when memory is
+    fullest, these are the largest tensors of a layer."""
     made, back = torch.func.vjp(F.gelu, h)
-    return made, *back(gradient)
+    return made, gradient.copy_(*back(gradient))
 
 
 class GeluLinear(torch.autograd.Function):
@@ -2013,7 +2014,8 @@ def earliest(busy, ready, seconds):
 
 
 class Model(NamedTuple):
-    """causal=False: attention computes the masked half as well, as kernels did until 2022. heads: 0 for dim / 128."""
+    """causal=False: attention computes the masked half as well, as kernels did until 2022. heads: 0 for dim / 128.
+    muon: 1 if the layers' matrices are stepped by Muon, 04, of which each rank steps all that it has a part of."""
 
     params: float
     layers: int
@@ -2022,6 +2024,7 @@ class Model(NamedTuple):
     seq: int
     heads: int = 0
     causal: bool = True
+    muon: int = 0
 
 
 class Links(NamedTuple):
@@ -2101,7 +2104,9 @@ def predict(model, links, chip, batch, dp, pp, cp, tp, micro, recompute, zero, s
     inputs = stream * (3 if tp > 1 else 1)  # of a recomputed layer: under sequence parallelism also of its cut matrices
     activations = min(m, pp) * layers * inputs + kept if recompute else min(m, pp) * layers * kept
     units = (zero == 3) * w * (head + max(head, layer)) + (zero > 1) * g * (head + layer)
-    memory = zero_bytes(P, shards, zero, w, g, o) + units + activations + 2 * stream
+    memory = zero_bytes(P, shards, zero, w, g, o) + units + activations + (2 + (pp == 1)) * stream  # and the embedding
+    if model.muon:  # one moment fewer; of the largest matrix, whole, what its products hold
+        memory += forging.orthogonal_bytes(4 * D, D) - 4 * layers * layer
 
     # What a rank sends, a micro-batch (tensor, ring, pipe) and a step (reduced, gathered).
     tensor = tensor_parallel_traffic(model._replace(layers=layers), N, tp, True, itemsize)
@@ -2124,6 +2129,8 @@ def predict(model, links, chip, batch, dp, pp, cp, tp, micro, recompute, zero, s
     gathering = exposed(gathered / data, m * one) if zero == 3 else gathered / data
     copies = shards if zero == 0 else 1
     update = 2 * P * (w + g + o) * copies / shards / chip.memory
+    if model.muon:
+        update += layers * sum(forging.orthogonal_flops(k * D, D) for k in (3, 1, 4, 4)) / (chip.peak * chip.product)
     seconds = m * one * (1 + bubble) + reducing + gathering + update
 
     # Energy of all GPUs. Where a step is slower than its products would be alone, it moves bytes (a roofline).
@@ -2145,7 +2152,7 @@ def choices(model, gpus, links, batch):
         dp = gpus // (tp * pp * cp)
         for micro in (1, 2, 4, 8):
             if batch % (dp * micro) == 0:
-                stages = (0,) if dp * cp == 1 else (0, 1, 2, 3) if pp == 1 else (0, 1)
+                stages = (0,) if dp * cp == 1 or model.muon else (0, 1, 2, 3) if pp == 1 else (0, 1)
                 for recompute, zero in itertools.product((False, True), stages):
                     yield dp, pp, cp, tp, micro, recompute, zero
 
@@ -2238,7 +2245,8 @@ def published_rows():
 REQUIRED = ["params", "layers", "dim", "vocab", "seq", "gpus", "gib"]
 OPTIONAL = dict(batch="sequences a step (4 million tokens)", heads="(dim / 128)", host="GPUs of a host (8)",
                 nvlink="GB/s a GPU in it (280)", link="Gbit/s a GPU between hosts (400)",
-                tflops="dense bf16 peak (989)", reach="share of it that a step gets (0.48)")
+                tflops="dense bf16 peak (989)", reach="share of it that a step gets (0.48)",
+                muon="1: Muon for the layers, without ZeRO (AdamW)")
 USAGE = (f"{' '.join(REQUIRED)} (seq: tokens of a sequence, gib: GiB a GPU), and if you like "
          + ", ".join(f"{name}: {what}" for name, what in OPTIONAL.items()))
 
@@ -2269,7 +2277,8 @@ def parse_plan(text):
     chip = H200._replace(peak=numbers.get("tflops", H200.peak / 1e12) * 1e12, reach=numbers.get("reach", H200.reach))
     if chip.reach >= chip.product:
         raise ValueError(f"--plan: reach={chip.reach}: a step cannot get what a large product gets, {chip.product}")
-    model = Model(*(numbers.get(k, 0) for k in ("params", "layers", "dim", "vocab", "seq", "heads")))
+    model = Model(*(numbers.get(k, 0) for k in ("params", "layers", "dim", "vocab", "seq", "heads")),
+                  muon=numbers.get("muon", 0))
     batch = numbers.get("batch") or -(-max(1, 2**22 // model.seq) // numbers["gpus"]) * numbers["gpus"]
     return model, numbers["gpus"], numbers["gib"], links, batch, chip
 
@@ -3047,6 +3056,47 @@ def check_forge():
 
 
 @on_ranks
+def check_muon():
+    """Muon of a matrix that is cut by rows or columns. In fp64 the joined update is that of the whole matrix, bit for
+    bit; steps in fp32 (products on a GPU in bf16) are as close to fp64 by hand as those of the whole matrix; the bytes
+    sent are those of the formula."""
+    n = dist.get_world_size()
+    group = mesh(tp=n).tp
+    M, K, T, rule = 8 * n, 24 * n, 16, forging.Muon(weight_decay=0.1)
+    W, data = forging.whole_numbers(T, M, K, "cpu", steps=3)
+    exact = forging.muon_by_hand(W[None], [(dY.T @ X)[None] for X, dY in data], 0.02, 0.1)[0][0].to(here())
+
+    def trained(dim, group):
+        holder = nn.Linear(K, M, bias=False, device=here())
+        holder.weight.data.copy_(W)
+        if group is not None:
+            cut(holder, "weight", dim, group, {}, "weight")
+        ranks = {"weight": ranks_of(holder.weight, group)} if group is not None else {}
+        handle = forging.forge(holder, rule, data_parallel=1, ranks=ranks)
+        sent.clear()
+        for t, tensors in enumerate(data, 1):
+            X, dY = (x.to(here()) if x_dim != dim or group is None else x.chunk(n, 1)[rank_in(group)].to(here())
+                     for x, x_dim in zip(tensors, (1, 0), strict=True))
+            handle.arm(0.02 * t, t)
+            holder(X.requires_grad_()).backward(dY)
+        return holder.weight.detach()
+
+    whole_matrix = trained(0, None)
+    for dim in (0, 1) if n > 1 else ():
+        part = nn.Parameter(W)
+        part.cut, U = dim, W.double().to(here())
+        ranks = ranks_of(part, group)
+        pick = lambda tensor, dim=dim: tensor.chunk(n, dim)[rank_in(group)]  # noqa: E731
+        joined = ranks.own_part(forging.orthogonal(ranks.join(pick(U))))
+        require(torch.equal(joined, pick(forging.orthogonal(U.clone()))), f"cut {dim}: another update in fp64")
+        got, start = trained(dim, group), pick(W.to(here())).double()
+        traffic, planned = sum(sent.values()), len(data) * muon_traffic(M, K, n, 2 if here().type == "cuda" else 4)
+        require(traffic == planned, f"cut {dim}: {traffic} bytes sent, predicted {planned}")
+        moved = [w.double() - start for w in (got, pick(whole_matrix), pick(exact))]
+        cce.require_as_good(f"Muon, cut {dim}", *moved, 1e-5)
+
+
+@on_ranks
 def check_forged_model():
     """A whole model, cut and forged: embedding, layers, and the classifier inside its loss; 3 steps of SGD in fp32
     against torch's in fp64, by the three-way rule."""
@@ -3557,8 +3607,14 @@ def check_planner(seeds=12):
                 2 * (head + layer) * (zero > 1))
             kept = tensor_parallel_bytes(model, N, tp, True, 2, True)
             again = 2 * N * D / tp * L * (3 if tp > 1 else 1) + kept / L
-            held = states + (again if recompute else kept) + 4 * N * D / tp
+            held = states + (again if recompute else kept) + 6 * N * D / tp
             require(abs(one.gib * 2**30 / held - 1) < 1e-9, f"ZeRO-{zero}: {one.gib} GiB, not {held / 2**30}")
+            if zero == 0:
+                orthogonal = predict(model._replace(muon=1), HOSTS, chip, 8, 4, 1, 1, tp, 2, recompute, zero)
+                more = 2 * (8 + 2) * D * D - 4 * L * layer
+                require(abs((orthogonal.gib - one.gib) * 2**30 / more - 1) < 1e-6, f"Muon: {orthogonal.gib} GiB")
+                more = L * 5 * (4 * 12 + 2 * 4) * D**3 / (chip.peak * chip.product)
+                require(abs((orthogonal.seconds - one.seconds) / more - 1) < 1e-6, "Muon takes another time")
         deep = [predict(model, HOSTS, chip, 64, 1, 2, 1, 1, micro, False, 0).gib for micro in (1, 2)]
         half = math.ceil(L / 2) * tensor_parallel_bytes(model._replace(layers=1), T, 1, True, 2, True)
         require(abs(deep[1] - deep[0] - (2 * half + 4 * T * D) / 2**30) < 1e-6, "two stages hold two micro-batches")
@@ -3739,6 +3795,11 @@ def _no_f(x, group, sequence=False):
     return _Conjugate.apply(x, group, gather, scatter) if sequence else x
 
 
+def _each_its_own(p, group, ranks=ranks_of):
+    """Each rank orthogonalises its part of the matrix."""
+    return ranks(p, group)._replace(join=lambda part: part.clone(), own_part=lambda update: update)
+
+
 def _no_mask(embedding, group, sequence, **where):
     """Every rank looks up something for every token."""
     start, stop = cut(embedding, "weight", 0, group, **where)
@@ -3810,6 +3871,7 @@ BREAKS = {
     "own-lse": (check_vocabulary, "join_slices", lambda lse, target, group: (lse, all_reduce(target, group))),
     "no-origin": (check_forge, "cut", _no_origin),
     "own-factors": (check_forge, "gather_factors", lambda handle, group: None),
+    "each-its-own": (check_muon, "ranks_of", _each_its_own),
     "no-mask": (check_forged_model, "cut_embedding", _no_mask),
     "forwards-first": (check_schedules, "SCHEDULES", SCHEDULES | {"1f1b": gpipe}),
     "lost-weights": (check_pipeline, "WeightQueue", _LastOnly),
@@ -3818,8 +3880,8 @@ BREAKS = {
     "unnormed-input": (check_lean, "after", lambda linear, made, make, *inputs, after=after: after(
         linear, made, lambda first, *others: first, *inputs)),
     "relu-back": (check_lean, "gelu_back", lambda h, gradient: (F.gelu(h), gradient * (h > 0))),
-    "turned-on": (check_lean, "turn", lambda qkv, parts, cos, sin, back, turn=turn: turn(
-        qkv, parts, cos, -sin if back else sin, back)),
+    "turned-on": (check_lean, "turn", lambda qkv, parts, turned, scales, cos, sin, back, turn=turn: turn(
+        qkv, parts, turned, scales, cos, -sin if back else sin, back)),
     "address-reused": (check_memory_instead, "on_death", lambda *arguments: None),
     "whole-documents": (check_uneven, "first_row", lambda stop, room: 0),
     "upper-left": (check_elsewhere, "blocks_of", _upper_left),
@@ -4416,8 +4478,9 @@ def measure_uneven(total=32768, H=32, d=128):
 
 
 notes = []  # lines that are printed after the rows
-CHECKS = [check_groups, check_data_parallel, check_zero, check_tensor_parallel, check_vocabulary, check_forge,
-          check_forged_model, check_schedules, check_pipeline, check_context, check_memory_instead, check_elsewhere]
+CHECKS = [check_groups, check_data_parallel, check_zero, check_tensor_parallel, check_vocabulary, check_forge]
+CHECKS += [check_muon, check_forged_model, check_schedules, check_pipeline, check_context, check_memory_instead]
+CHECKS += [check_elsewhere]
 BY_ONE = [check_lean, check_simulator, check_uneven, check_flow, check_skip, check_planner, check_slow, check_keys,
           check_elastic]
 MEASUREMENTS = [measure_zero, measure_activations, measure_bubbles, measure_memory_instead, measure_plans]

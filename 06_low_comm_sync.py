@@ -2146,7 +2146,7 @@ def survive(event, steps, H):
     there is one, waits until rank 2 is gone and joins."""
     rank, late = int(os.environ["RANK"]), int(os.environ["RANK"]) >= int(os.environ["WORLD_SIZE"])
     when = 3 * H + H // 2
-    worker = TinyWorker(rank, layers=1, dim=32, steps=steps)
+    worker = TinyWorker(rank, layers=1, dim=32, steps=steps, lr=1e-2)
     timeout, grace = (6, 4) if event == "silent" else (30, None)
     transport = Dist(timeout=timeout, grace=grace, rank=rank if late else None)
     if event == "connection" and rank == 2:
@@ -2207,7 +2207,7 @@ def break_once(transport, reduce, part):
 
 def undisturbed(steps, H):
     """Loss and anchor of the same run, in one process, with nothing happening."""
-    workers = [TinyWorker(rank, layers=1, dim=32, steps=steps) for rank in range(4)]
+    workers = [TinyWorker(rank, layers=1, dim=32, steps=steps, lr=1e-2) for rank in range(4)]
     sync = make_sync("diloco", [w.model for w in workers], Sim(4), inner_steps=H, compressor="int8")
     for t in range(steps):
         for worker in workers:

@@ -1260,8 +1260,8 @@ def test_outer_step_by_the_number_of_rounds(sync, start, steps, outer):
 
 def run_and_die(args):
     if os.environ["RANK"] == "1":
-        rate = train.learning_rate
-        train.learning_rate = lambda step, args: os.kill(os.getpid(), 9) if step == 4 else rate(step, args)
+        rate = train.schedule
+        train.schedule = lambda step, args: os.kill(os.getpid(), 9) if step == 4 else rate(step, args)
     train.run_rank(args)
 
 
@@ -1297,7 +1297,7 @@ def test_a_killed_worker_is_not_waited_for_by_those_it_had_nothing_for(tiny, tex
 
 def run_and_be_missed(args):
     """Worker 1 is silent for so long that the others go on without it: between a step and the save that follows it."""
-    rate, totals, calls, back = train.learning_rate, train.World.totals, [], Path(args.out, "back.1")
+    rate, totals, calls, back = train.schedule, train.World.totals, [], Path(args.out, "back.1")
 
     def pause(world, *values):
         calls.append(values)
@@ -1305,7 +1305,7 @@ def run_and_be_missed(args):
         return totals(world, *values)
 
     train.World.totals = pause
-    train.learning_rate = lambda step, args: time.sleep(0 if step < 10 or back.exists() else 0.2) or rate(step, args)
+    train.schedule = lambda step, args: time.sleep(0 if step < 10 or back.exists() else 0.2) or rate(step, args)
     class Noted(low_comm.Rejoined):
         def __init__(self, *text):
             Path(args.out, f"back.{os.environ['RANK']}").touch()
@@ -1341,7 +1341,7 @@ def test_inf_of_one_process_is_heard_by_all(tiny, text):
 
 def run_and_be_replaced(args):
     """Worker 1 is killed; worker 0 takes its time until the one in its place has joined."""
-    rate, join, joined = train.learning_rate, low_comm.Sync.join, Path(args.out, "joined")
+    rate, join, joined = train.schedule, low_comm.Sync.join, Path(args.out, "joined")
 
     def step_rate(step, args):
         if os.environ["RANK"] == "1" and step == 4:
@@ -1353,7 +1353,7 @@ def run_and_be_replaced(args):
         join(sync)
         joined.write_text(f"{sync.steps} {os.environ['RANK']} {os.environ['LOCAL_RANK']}")
 
-    train.learning_rate, low_comm.Sync.join = step_rate, join_and_say
+    train.schedule, low_comm.Sync.join = step_rate, join_and_say
     train.run_rank(args)
 
 
@@ -1697,7 +1697,7 @@ def test_a_full_disk_loses_nothing_that_was_saved(tiny, monkeypatch, capsys):
     """Files may not grow beyond what the checkpoint of step 3 took: the next one says what to do, leaves no half of
     itself, and the run goes on from the one before, to the weights of one that was not disturbed."""
     resource = pytest.importorskip("resource")
-    whole, rate, limits = tiny("--save-every", 2, out="whole")[2], train.learning_rate, resource.getrlimit(1)
+    whole, rate, limits = tiny("--save-every", 2, out="whole")[2], train.schedule, resource.getrlimit(1)
 
     def fill(step, args):
         if step == 4:
@@ -1706,7 +1706,7 @@ def test_a_full_disk_loses_nothing_that_was_saved(tiny, monkeypatch, capsys):
 
     assert resource.RLIMIT_FSIZE == 1
     with monkeypatch.context() as patch:
-        patch.setattr(train, "learning_rate", fill)
+        patch.setattr(train, "schedule", fill)
         try:
             status = tiny("--save-every", 2)[0]
         finally:
@@ -1735,7 +1735,7 @@ def test_a_port_that_is_taken_does_not_matter(tiny, monkeypatch):
 @pytest.mark.parametrize("change", ["shorter", "other", "touched"])
 def test_data_that_changes_under_the_run(tiny, text, monkeypatch, capsys, change):
     """Other bytes, or fewer, end it with one line; a new date alone does not."""
-    mine, rate = tiny.folder / "mine.txt", train.learning_rate
+    mine, rate = tiny.folder / "mine.txt", train.schedule
     mine.write_bytes(text.read_bytes())
 
     def meddle(step, args):
@@ -1747,7 +1747,7 @@ def test_data_that_changes_under_the_run(tiny, text, monkeypatch, capsys, change
             os.utime(mine, (1, 1))
         return rate(step, args)
 
-    monkeypatch.setattr(train, "learning_rate", meddle)
+    monkeypatch.setattr(train, "schedule", meddle)
     status, rows, _ = tiny("--data", mine, "--save-every", 2)
     error = capsys.readouterr().err
     if change == "touched":
@@ -1777,8 +1777,8 @@ def test_all_workers_killed_at_once_go_on_bitwise(tiny, text):
 
 
 def test_non_finite_loss_stops_and_keeps_the_last_checkpoint(tiny, tmp_path, capsys, monkeypatch):
-    real = train.learning_rate
-    monkeypatch.setattr(train, "learning_rate", lambda step, args: 1e30 if step == 4 else real(step, args))
+    real = train.schedule
+    monkeypatch.setattr(train, "schedule", lambda step, args: 1e33 if step == 4 else real(step, args))
     status, _, kept = tiny("--save-every", 2)
     assert status == 1 and "last good checkpoint is step 4" in capsys.readouterr().out
     assert all(tensor.isfinite().all() for tensor in kept.values())
@@ -1786,7 +1786,7 @@ def test_non_finite_loss_stops_and_keeps_the_last_checkpoint(tiny, tmp_path, cap
 
 def test_weights_that_are_not_finite_are_never_saved(tiny, capsys, monkeypatch):
     """The update after a finite loss can overflow: that checkpoint would be of no use."""
-    monkeypatch.setattr(train, "learning_rate", lambda step, args: 3e38 if step == 4 else 1e-3)
+    monkeypatch.setattr(train, "schedule", lambda step, args: 3e40 if step == 4 else 1)
     status, rows, kept = tiny("--save-every", 1)
     assert status == 1 and "last good checkpoint is step 4" in capsys.readouterr().out
     assert all(tensor.isfinite().all() for tensor in kept.values())
@@ -2103,7 +2103,7 @@ def test_cut_twin(small, bug):
 
 
 @pytest.mark.parametrize("flags", [
-    ["--dim", 256, "--states", "int8"], ["--dim", 32, "--optimizer", "ordinary", "--accum", 2]], ids=["int8", "ordinary"])
+    ["--dim", 256, "--states", "int8"], ["--dim", 32, "--optimizer", "ordinary", "--accum", 2]], ids=["int8", "kept"])
 def test_cut_runs_go_on_uncut_and_the_other_way(tiny, capsys, flags):
     """A checkpoint is of the whole model, with the whole optimizer's state. The twin drops that state."""
     flags = ["--device", "cpu", "--save-every", 3, "--log-every", 1, *flags]

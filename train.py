@@ -118,7 +118,9 @@ SHORT_OUTER["gossip"] = SHORT_OUTER["diloco"]
 BETAS, WEIGHT_DECAY, MIN_LR = (0.9, 0.95), 0.1, 0.1  # AdamW; the cosine ends at a tenth of the peak rate
 MUON_LR = 0.02  # peak rate, of any width
 BALANCE, BIAS_RATE = 3e-2, 3e-3  # of experts: the loss's coefficient, a bias's step; large ones, for short runs
-WARMUP = 50  # steps, also in short runs: AdamW's second moment averages 20, and a full rate before that makes it spike
+# Steps, also in short runs: AdamW's second moment averages 20, and a full rate before that makes it spike. Where the
+# layers have Muon a slow start only keeps large gradients for longer.
+WARMUP = {"adamw": 50, "muon": 20}
 SKIPS = 5  # steps that --on-nan skip leaves out in a row before it gives up
 PATIENCE = 300  # seconds until workers apart go on without one that says nothing
 KEEP = 2  # checkpoints on disk: if the newest is damaged, the one before it is tried
@@ -392,7 +394,7 @@ DECIDING = ("cce", "cce-sparse")  # have statistics of what they decided
 CANDIDATES = 32  # entries of the tail that a row lists, for the prediction of memory
 # What the cut losses may take on a GPU beyond dE and dC. A few per cent of a step's memory; with it the gradient goes
 # over tokens and saves a matrix pass. On a CPU (None) their blocks are as large as its cache.
-LOSS_WORKSPACE = {"cuda": 1024 * MIB, "cpu": None}
+LOSS_WORKSPACE = {"cuda": 768 * MIB, "cpu": None}
 
 
 def loss_sum(model, x, y, args, stats):
@@ -701,9 +703,10 @@ def waits(args):
 
 def schedule(step, args):
     """The share of the peak rates: linear warm-up, then a cosine down to MIN_LR."""
-    if step < WARMUP:
-        return (step + 1) / WARMUP
-    progress = (step - WARMUP) / max(1, args.steps - WARMUP)
+    warm_up = WARMUP[args.rule]
+    if step < warm_up:
+        return (step + 1) / warm_up
+    progress = (step - warm_up) / max(1, args.steps - warm_up)
     return MIN_LR + (1 - MIN_LR) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
@@ -1506,7 +1509,8 @@ def print_plan(args, argv):
     gib = torch.cuda.get_device_properties(0).total_memory / 2**30 if torch.cuda.is_available() else 141
     config, batch = make_config(args), args.batch or 64 * args.gpus
     text = (f"params={config.parameters()} layers={args.layers} dim={args.dim} vocab={args.vocab} seq={args.seq} "
-            f"heads={args.heads} batch={batch} gpus={args.gpus} gib={gib} link={args.plan}")
+            f"heads={args.heads} batch={batch} gpus={args.gpus} gib={gib} link={args.plan}"
+            + " muon=1" * (args.rule == "muon"))
     model, gpus, gib, links, batch, chip = parallel.parse_plan(text)
     hosts = -(-gpus // links.host)
     if hosts > 1 and gpus % links.host:
