@@ -12,8 +12,11 @@ The maths                                  W (M, K) weight, X (N, K) its inputs,
     dW = dY^T X         a sum over all N tokens: a tile of it is final only when all of them are in
     AdamW               m += (1 - b1) (dW - m)      v = b2 v + (1 - b2) dW^2      the rest uses lr, step t and decay:
                         W = W (1 - lr decay) - lr / (1 - b1^t) * m / (sqrt(v / (1 - b2^t)) + eps)
-  Any rule whose new W[i, j] depends on dW[i, j] alone can be fused: SGD with momentum, AdamW, Lion. Muon, Adafactor,
-  LAMB, LARS and Shampoo read rows, columns or norms of dW and cannot.
+    Muon                m += (1 - b) (dW / |dW| - m)        U V^T of the SVD of m, nearly, by products of matrices:
+                        W = W (1 - lr decay) - lr sqrt(max(1, M / K)) U V^T
+  Any rule whose new W[i, j] depends on dW[i, j] alone can be fused: SGD with momentum, AdamW, Lion (exercise 1). Muon
+  wants all of dW of ONE matrix, and gets it: it is stepped inside backward, too, and needs no clipping. Adafactor,
+  LAMB, LARS and Shampoo read rows, columns or norms of dW, and are not here.
 
 The ladder
     v1  hook: autograd makes a layer's dW, a hook takes the step and drops it. One layer's gradient at a time (LOMO).
@@ -22,6 +25,7 @@ The ladder
         is used again and again; one kernel makes the whole step of that block in one pass.
     v3  FORGE: each program sums its tile of dW over all tokens in registers and takes the step there. dW is nowhere.
     plan_update chooses by shape, tokens and layout, from a table of what was measured; handle.plans says what it chose.
+    Muon's plan is always one whole fp32 dW (of experts: as many as a slab holds), also where it is larger than a slab.
 Beyond the paper
     The classifier   forge_classifier joins this with 02 and 03: a slice of the vocabulary's logits becomes G, G makes
                      its part of dE with the old classifier, and the step of that slice. Neither the logits nor dC, the
@@ -34,6 +38,7 @@ State layouts (bytes a parameter with AdamW, without the gradient)
     master  W in bf16 for the products, an fp32 master copy, m and v in fp32                             14
     bf16    W, m and v in bf16, rounded stochastically: right on average, or small updates would vanish   6
     int8    W in bf16, rounded stochastically; m and v as 8-bit codes with a scale per 128 elements       4.06
+  With Muon, which has no v, 8, 10, 4 and 3.03.
 
 How to launch
     python 04_fused_optimizer.py                         checks, bytes, times; a minute on a CPU, three on a GPU
@@ -43,11 +48,12 @@ How to launch
 References
     FORGE, arXiv 2606.22932: the step in the epilogue of the gradient's matrix product. We had its abstract only; what
     is below it (random numbers, codes, order of operations, slabs) is our own derivation.
-    LOMO, arXiv 2306.09782 (one gradient alive at a time). AdamW, arXiv 1711.05101. Lion, arXiv 2302.06675.
+    LOMO, arXiv 2306.09782 (one gradient alive at a time). AdamW, arXiv 1711.05101. Muon: K. Jordan, 2024 (coefficients,
+    Nesterov, the factor of the shape), and arXiv 2502.16982 (decay, large models).
     8-bit Optimizers via Block-wise Quantization, arXiv 2110.02861. Philox: Parallel Random Numbers, SC 2011.
 
 Left out on purpose: a warp-specialised v3 in Gluon (an interface that changes with every release); a classifier's
-bias; ghost norms of weights with several uses.
+bias; ghost norms of weights with several uses; Muon's products on a stream of their own.
 """
 
 import copy
@@ -73,6 +79,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
+from torch.utils._python_dispatch import TorchDispatchMode
 
 base = importlib.import_module("01_logits_memory")
 cce = importlib.import_module("02_cce_kernel")
@@ -217,11 +224,13 @@ def check_rule(rule):
 # train with. Five steps bring whatever was above 0.005 of the norm there:
 #
 #     before      .001   .002   .005   .01    .02    .05    .1     .2     .5     1
-#     1 step      .003   .007   .017   .034   .069   .172   .340   .651  1.189   .701      one # for .05:
-#     2 steps     .012   .024   .059   .118   .236   .567   .992  1.162   .896  1.114      before   ##
-#     3 steps     .041   .082   .203   .400   .751  1.202   .707   .815   .824   .721      after    ##############
-#     4 steps     .140   .279   .661  1.093  1.050   .944  1.107   .953   .938  1.090               #################
-#     5 steps     .471   .860  1.154   .699   .682   .758   .712   .747   .765   .696      (what is not noise is alike)
+#     1 step      .003   .007   .017   .034   .069   .172   .340   .651  1.189   .701
+#     2 steps     .012   .024   .059   .118   .236   .567   .992  1.162   .896  1.114
+#     3 steps     .041   .082   .203   .400   .751  1.202   .707   .815   .824   .721
+#     4 steps     .140   .279   .661  1.093  1.050   .944  1.107   .953   .938  1.090
+#     5 steps     .471   .860  1.154   .699   .682   .758   .712   .747   .765   .696
+#
+# (A run of this file plots a whole matrix's, before and after.)
 #
 # One thing is ours: the momentum is a mean of gradients that were divided by their norm. A plain mean is ruled by the
 # longest of the last twenty or so; at the start, where gradients shrink from step to step, those are the oldest, and
@@ -250,13 +259,13 @@ def orthogonal(U):
     M, K = U.shape[-2:]
     wide, multiply_add = torch.promote_types(U.dtype, torch.float32), torch.addmm if U.dim() == 2 else torch.baddbmm
     norm = torch.linalg.vector_norm(U, dim=(-2, -1), keepdim=True, dtype=wide)
-    X = U.div_(norm.clamp(min=torch.finfo(wide).tiny))
+    X, spare = U.div_(norm.clamp(min=torch.finfo(wide).tiny)), torch.empty_like(U)
     for step in range(1, STEPS + 1):
         scale = rate_of_shape(M, K) if step == STEPS else 1.0
         a, b, c = (scale * coefficient for coefficient in NEWTON_SCHULZ)
         A = X @ X.mT if M <= K else X.mT @ X  # (m, m), of the shorter side: X (X^T X) is (X X^T) X
         B = multiply_add(A, A, A, beta=b, alpha=c)
-        X = multiply_add(X, B, X, beta=a) if M <= K else multiply_add(X, X, B, beta=a)
+        X, spare = multiply_add(X, *((B, X) if M <= K else (X, B)), beta=a, out=spare), X
     return X
 
 
@@ -267,8 +276,8 @@ def orthogonal_flops(M, K):
 
 
 def orthogonal_bytes(M, K, itemsize=2):
-    """Bytes that Muon holds beside dW for its time: the momentum's look ahead, the next X, and two of (m, m)."""
-    return itemsize * (2 * M * K + 2 * min(M, K) ** 2)
+    """Bytes that Muon holds beside dW for its time: the momentum's look ahead, the next X, and A, B and the next A."""
+    return itemsize * (2 * M * K + 3 * min(M, K) ** 2)
 
 
 # ==== 3. The layouts, and the cost model: bytes a parameter, held and moved ===========================================
@@ -1968,7 +1977,8 @@ def rungs(device):
 def forged(W, rule, layout="fp32", rung="slab", backend="torch", name="weight", **options):
     """A handle for one weight that starts as W (M, K), in slabs of 128 x 256: (Parameter, handle)."""
     weight = nn.Parameter(W.clone())
-    return weight, Forge({name: weight}, rule, layout, rung=rung, backend=backend, slab=4 * 128 * 256, **options)
+    options = dict(slab=4 * 128 * 256) | options
+    return weight, Forge({name: weight}, rule, layout, rung=rung, backend=backend, **options)
 
 
 def take_step(weight, handle, X, dY, lr, step):
@@ -2049,6 +2059,16 @@ def library_muon(weight, momentum=0.0, nesterov=False):
     return torch.optim.Muon([weight], **options)
 
 
+class Products(TorchDispatchMode):
+    """Counts the matrix products inside the block."""
+
+    made = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.made += function.overloadpacket.__name__ in ("mm", "bmm", "addmm", "baddbmm")
+        return function(*args, **(kwargs or {}))
+
+
 def check_orthogonal(device="cpu"):
     """In fp64 what an SVD gives, to 1e-9: wide, tall, square, thin, alone and stacked; in bf16 as close to that as
     torch's Muon; 0 stays 0, NaN stays NaN, and nothing hangs on the size of the gradient."""
@@ -2062,7 +2082,9 @@ def check_orthogonal(device="cpu"):
         base.require(small < 1e-4, f"{shape}: a short one in fp32 is off by {small:.1e}")
         base.require(not orthogonal(0 * U.float()).any(), f"{shape}: of 0 it made something")
         U.view(-1)[0] = math.nan
-        base.require(orthogonal(U)[..., -1].isnan().any(), f"{shape}: a NaN is lost")
+        with Products() as count:
+            base.require(orthogonal(U)[..., -1].isnan().any(), f"{shape}: a NaN is lost")
+        base.require(count.made == 3 * STEPS, f"{shape}: {count.made} products, not {3 * STEPS}")
     for shape in ((96, 160), (160, 96), (128, 128)):
         U = torch.randn(shape, generator=generator).to(device).bfloat16()
         theirs = nn.Parameter(torch.zeros(shape, device=device))
@@ -2083,11 +2105,11 @@ def muon_by_hand(W, gradients, rate, decay, momentum=0.95, nesterov=True):
     return W, m
 
 
-def check_muon(device="cpu", E=3, M=56, K=136, N=24, seed=0):
+def check_muon(device="cpu", E=2, M=125, K=136, N=24, seed=0):
     """Steps of a weight in which E matrices lie, in all layouts and ways: fp32 and master are as close to fp64 by hand
     as torch's Muon is (on a CPU, whose products are not in bf16, within 1e-4); all ways make the same bits; so do
     release() after stash(), and step_gradients(); the norm that is told is of the gradient as it came."""
-    W, data = whole_numbers(N, E * M, K, device, seed=seed)
+    W, data = whole_numbers(N, E * M, K, device, steps=2, seed=seed)
     data = [(X, dY * torch.logspace(-2, 2, E, device=device).repeat_interleave(M)) for X, dY in data]
     gradients = [(dY.T @ X).view(E, M, K) for X, dY in data]
     rule, rate = Muon(weight_decay=0.1), 0.02
@@ -2106,9 +2128,9 @@ def check_muon(device="cpu", E=3, M=56, K=136, N=24, seed=0):
         first = {}
         for (rung, backend), way in itertools.product(rungs(device), ("arm", "stash", "gradients")):
             title = f"Muon, {layout}, {rung}, {backend}, {way}"
-            if way != "arm" and rung != "slab":
-                continue
-            weight, handle = forged(W, rule, layout, rung, backend, matrices={"weight": E})
+            if way != "arm" and (rung != "slab" or INTERPRETED and backend == "triton"):
+                continue  # the latter slow, and the same
+            weight, handle = forged(W, rule, layout, rung, backend, matrices={"weight": E}, slab=8 * 128 * 256)
             state = handle["weight"]
             for t, (X, dY) in enumerate(data, 1):
                 if way == "arm":
@@ -2154,6 +2176,11 @@ def check_muon_use(device="cpu"):
         for block, row in ((W[:8], 0), (W[:, :8], 0), (W[:39], 1)):
             must_raise("as a whole", lambda block=block, row=row: state.step(block, row))  # noqa: B023
         must_raise("as a whole", lambda: state.step_fused(W[:8], W[:8]))  # noqa: B023
+        pair, stack = forged(W, Muon(weight_decay=0.5), rung=rung, backend=backend, matrices={"weight": 2})
+        stack.arm(0.1, 1)
+        stack["weight"].step(torch.cat((torch.zeros_like(W[:20]), W[20:])))  # an expert without a token
+        still = torch.equal(pair[:20], W[:20] * torch.tensor(0.95, device=device))
+        base.require(still and (pair[20:] - W[20:]).abs().max() > 0.01, f"{rung}, {backend}: two experts")
         state.step(torch.full_like(W, math.nan))
         base.require(weight.isnan().all() and handle.telemetry().not_finite[0], f"{rung}, {backend}: NaN is not told")
         _, large = forged(torch.zeros(512, 1024, device=device), Muon(), rung=rung, backend=backend)
@@ -3164,6 +3191,29 @@ if HAS_TRITON:
 # ==== 11. Measurements ================================================================================================
 
 
+def plot_spectrum(M=192, K=128, shown=(1, 2, 4, 8, 16, 32, 64, 128)):
+    """The singular values of a matrix like a gradient, few of them large, before orthogonal() and after."""
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.linalg.qr(torch.randn(n, K, generator=generator, dtype=torch.float64))[0] for n in (M, K))
+    G = (left / torch.arange(1, K + 1)) @ right.T  # the i-th is 1 / i
+    after = (torch.linalg.svdvals(orthogonal(G.clone())) / rate_of_shape(M, K)).tolist()
+    before = (1 / torch.arange(1, K + 1) / torch.linalg.vector_norm(G)).tolist()
+    made = [p_of(value) for value in before]  # in the order of before
+    print(f"singular values of a matrix over its norm, and of Muon's update ({min(after):.2f} to {max(after):.2f})")
+    for i in shown:
+        print(f"  {i:>4}. {before[i - 1]:.4f} {'#' * round(30 * before[i - 1]):<22}-> {made[i - 1]:.2f} "
+              f"{'#' * round(30 * made[i - 1])}")
+    base.require(abs(sum(after) - sum(made)) < 1e-6, "orthogonal() made others")
+
+
+def p_of(value):
+    """Newton-Schulz of one singular value."""
+    a, b, c = NEWTON_SCHULZ
+    for _ in range(STEPS):
+        value = a * value + b * value**3 + c * value**5
+    return value
+
+
 def measure_bytes(device, ledger):
     """Resident bytes a parameter by layout, and what backward and step hold beyond what is alive after forward."""
     print("bytes a parameter with AdamW   held: gradient apart | fused   moved: unfused | fused")
@@ -3171,11 +3221,20 @@ def measure_bytes(device, ledger):
         held, moved = ([f(AdamW(), layout, fused) for fused in (False, True)] for f in (resident_bytes, traffic_bytes))
         print(f"  {layout:<28} {held[0]:>19.2f} | {held[1]:>5.2f} {moved[0]:>16.2f} | {moved[1]:>5.2f}")
     print()
-    for layout in LAYOUTS:
-        weight, handle = forged(torch.zeros(512, 1024, device=device), AdamW(), layout)
-        tensors = [weight, *handle["weight"].tensors.values()]
+    for rule, layout in itertools.product((AdamW(), Muon()), LAYOUTS):
+        weight, handle = forged(torch.zeros(512, 1024, device=device), rule, layout)
+        tensors, name = [weight, *handle["weight"].tensors.values()], f"{type(rule).__name__}, {layout}: held, fused"
         measured = sum(t.nbytes for t in tensors) / weight.numel()
-        ledger.row(f"{layout}: held, fused", "W + state", resident_bytes(AdamW(), layout, True), measured, "B", (1, 1))
+        ledger.row(name, "W + state", resident_bytes(rule, layout, True), measured, "B", (1, 1))
+    ours = nn.Parameter(torch.zeros(768, 3072, device=device))
+    handle = Forge({"weight": ours}, Muon())
+    gradient = handle.buffer(ours.numel(), torch.float32)[: ours.numel()].view_as(ours).normal_()
+    work = functools.partial(handle["weight"].orthogonal_update, gradient, 0)
+    handle.prepare(0.0, 1)
+    work()
+    width = handle.narrow.itemsize
+    ledger.row("Muon, 768 x 3072: beside dW", "2 M K + 3 m^2", orthogonal_bytes(768, 3072, width) / MIB,
+               base.peak_bytes(work, device) / MIB)
     model, x = stack(device)
     handle = forge(model, AdamW())
     handle.stash()
@@ -3475,6 +3534,8 @@ def body(device, ledger, args):
     inputs = [4096, 4096, 4096, 14336]  # of q, k and v; of the output; of gate and up; of down
     print(f"factors instead, of its 32 layers: {32 * stash_bytes(shapes, 1, 2, inputs) / 1e6:.2f} MB a token, less than"
           f" those gradients up to {crossover(shapes, 2, 2, inputs):,.0f} tokens\n")
+    plot_spectrum()
+    print()
     measure_bytes(device, ledger)
     if compiled:
         measure_gpt(ledger)
@@ -3495,8 +3556,9 @@ if __name__ == "__main__":
 
 
 # Exercises
-#   1. Add RMSProp or Adagrad: a rule class, its tile, and a line where the tiles are chosen. Which checks does it get
-#      for nothing, and what does it need in library_step?
+#   1. Add Lion, arXiv 2302.06675 (the sign of b1 m + (1 - b1) g is the update, then m = b2 m + (1 - b2) g), or RMSProp:
+#      a rule class, its tile, and a line where tiles are chosen. Which checks does it get for nothing, and what does it
+#      need in library_step?
 #   2. slab_shape counts waves of 128 x 256 tiles. Print slab_shape(4096, 14336, 2**23) and the waves of two other cuts
 #      of the same size; then time them. How much does the cut matter at 512 tokens, and at 16,384?
 #   3. Store v in 8 bits without the square root, or without the floor, and let check_codes tell what happens to the

@@ -3611,7 +3611,7 @@ def check_planner(seeds=12):
             require(abs(one.gib * 2**30 / held - 1) < 1e-9, f"ZeRO-{zero}: {one.gib} GiB, not {held / 2**30}")
             if zero == 0:
                 orthogonal = predict(model._replace(muon=1), HOSTS, chip, 8, 4, 1, 1, tp, 2, recompute, zero)
-                more = 2 * (8 + 2) * D * D - 4 * L * layer
+                more = 2 * (8 + 3) * D * D - 4 * L * layer
                 require(abs((orthogonal.gib - one.gib) * 2**30 / more - 1) < 1e-6, f"Muon: {orthogonal.gib} GiB")
                 more = L * 5 * (4 * 12 + 2 * 4) * D**3 / (chip.peak * chip.product)
                 require(abs((orthogonal.seconds - one.seconds) / more - 1) < 1e-6, "Muon takes another time")

@@ -1646,6 +1646,7 @@ def test_checkpoint_of_another_optimizer_is_refused(tiny, capsys):
     tiny("--states", "bf16")
     assert tiny("--resume", "--states", "int8")[0] == 2 and "the checkpoint has bf16" in capsys.readouterr().err
     assert tiny("--resume", "--optimizer", "ordinary")[0] == 2 and "checkpoint has forge-cce" in capsys.readouterr().err
+    assert tiny("--resume", "--rule", "adamw")[0] == 2 and "the checkpoint has muon" in capsys.readouterr().err
     assert tiny("--resume", "--loss", "reference")[0] == 2 and "forge-cce with --loss ref" in capsys.readouterr().err
 
 
