@@ -1526,12 +1526,12 @@ def test_forged_experts_train_like_ordinary_ones(tiny, flags):
 
 
 def test_forge_trains_like_adamw(tiny):
-    """300 steps from one seed: the same losses. The twins train without decay and must be told apart."""
-    flags = ["--steps", 300, "--clip", 0, "--rule", "adamw"]
+    """120 steps from one seed: the same losses. The twins train without decay and must be told apart."""
+    flags = ["--steps", 120, "--clip", 0, "--rule", "adamw"]
     adamw = tiny(*flags, "--optimizer", "ordinary", out="adamw")
     for name in ("forge", "forge-cce"):
         forge = tiny(*flags, "--optimizer", name, out=name)
-        assert len(losses(forge[1])) == 300 and losses(forge[1]) == pytest.approx(losses(adamw[1]), abs=1e-4)
+        assert len(losses(forge[1])) == 120 and losses(forge[1]) == pytest.approx(losses(adamw[1]), abs=1e-4)
         assert norms(forge[1]) == pytest.approx(norms(adamw[1]), rel=1e-2)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(train, "ADAMW", forging.AdamW(train.BETAS, 1e-8, 0.0))
@@ -1539,11 +1539,22 @@ def test_forge_trains_like_adamw(tiny):
         assert losses(twin[1]) != pytest.approx(losses(adamw[1]), abs=1e-4)
 
 
+def test_muon_trains_alike_inside_backward_and_after_it(tiny):
+    """Also from micro-batches. The twin trains without Muon's decay, which is a two-hundredth of the rate."""
+    flags = ["--steps", 60, "--save-every", 0]
+    after = losses(tiny(*flags, "--optimizer", "ordinary", out="after")[1])
+    for more in (["--optimizer", "forge-cce"], ["--optimizer", "forge", "--accum", 2]):
+        assert losses(tiny(*flags, *more, out=more[1])[1]) == pytest.approx(after, abs=1e-5)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "MUON", forging.Muon(weight_decay=0.0))
+        assert losses(tiny(*flags, out="twin")[1]) != pytest.approx(after, abs=1e-5)
+
+
 @pytest.mark.parametrize("name", ["forge", "forge-cce"])
 @pytest.mark.parametrize("size", [[], ["--batch", 4, "--seq", 4]], ids=["gradients are kept", "factors are kept"])
 def test_forge_clips_and_accumulates_like_adamw(tiny, name, size):
     """Norms that change from step to step and are cut hard: AdamW does notice. The twin does not clip."""
-    flags = ["--steps", 40, "--clip", 0.02, "--accum", 2, "--rule", "adamw", *size]
+    flags = ["--steps", 20, "--clip", 0.02, "--accum", 2, "--rule", "adamw", *size]
     adamw, forge = (tiny(*flags, "--optimizer", optimizer, out=optimizer) for optimizer in ("ordinary", name))
     assert losses(forge[1]) == pytest.approx(losses(adamw[1]), abs=1e-4)
     assert norms(forge[1]) == pytest.approx(norms(adamw[1]), rel=1e-3)
