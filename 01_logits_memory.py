@@ -459,9 +459,9 @@ def activation_bytes(config, tokens, autocast=False, fused_norm=False):
     A layer keeps, in multiples of D elements a token: the stream before each half 2, norm outputs 2, q k v 3, turned q
     and k 2, attention 1, MLP 4 + 4, in all 18; a norm that is not one fused kernel also keeps its normalised input, 2
     more. (The norms of q and k keep these, which are there, and a number a head; unfused under autocast both again, in
-    fp32.) Before the layers: what is looked up,
-    for its norm. After them: the last stream, E, and the last norm likewise. Autocast keeps the stream, the unfused
-    norms and E in fp32, the rest in bf16, and with it a bf16 copy of every matrix."""
+    fp32.) Before the layers: what is looked up, for its norm. After them: the last stream, E, and the last norm
+    likewise. Autocast keeps the stream, the unfused norms and E in fp32, the rest in bf16, and with it a bf16 copy of
+    every matrix."""
     norms = 1 if fused_norm else 2  # fp32 tensors that a norm keeps
     layer = 2 * norms * 4 + 16 * (2 if autocast else 4) + 2 * 4 * (autocast and not fused_norm)
     copies = 2 * 12 * config.layers * config.dim**2 if autocast else 0

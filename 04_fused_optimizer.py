@@ -235,8 +235,8 @@ def check_rule(rule):
 #
 # One thing is ours: the momentum is a mean of gradients that were divided by their norm. A plain mean is ruled by the
 # longest of the last twenty or so; at the start, where gradients shrink from step to step, those are the oldest, and
-# after a burst it is the burst. (Clipping at 1, which needs the whole model's gradient first, helped Muon for the same
-# reason: README has the figures.)
+# after a burst it is the burst. (For the same reason clipping at 1 helps a plain mean; but that needs the whole model's
+# gradient first.)
 #
 # It costs, in a matrix with m <= n of rows and columns, 5 (4 m^2 n + 2 m^3) FLOP however many tokens there are. For
 # GPT-2 small that is 3 % of a step of 65,536 tokens; for a model of 7 billion parameters and 16,384 tokens as much as
@@ -518,6 +518,10 @@ if INTERPRETED:
     TILES["16-bit"] = TILES["32-bit"] = dict(BLOCK_N=32, BLOCK_M=64, BLOCK_K=128, PARTS=2)
 
 
+# No contraction of a * b + c beyond those written: they would round once where torch rounds twice.
+NO_FUSION = {} if INTERPRETED else dict(enable_fp_fusion=False)
+
+
 class Fields(NamedTuple):
     """What the kernels need of a weight (M, K), as one argument. Fields that its rule or layout lacks are None, and
     what would use them is not compiled. Without m, a kernel is given no gradient but a ready update, Muon's."""
@@ -653,9 +657,10 @@ def load_m(
 
 @triton.jit
 def store_m(
-    s, m, at, inside, key, row, col, row_stop, col_stop, GROUP: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
+    s, m, at, inside, noise, row, col, row_stop, col_stop, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    COLS: tl.constexpr,
 ):
-    """write_m, which makes its noise itself."""
+    """write_m of that tile. noise: for bf16, else anything."""
     if s.m_scale is not None:
         scale_at, scaled = places_of_scales(s, row, col, row_stop, col_stop, GROUP, ROWS, COLS)
         top = top_of_groups(tl.where(inside, tl.abs(m), 0.0), ROWS, COLS, GROUP)
@@ -664,7 +669,6 @@ def store_m(
         tl.store(s.m + at, nearest_integer(y).to(tl.int8), mask=inside)
         tl.store(s.m_scale + scale_at, top, mask=scaled)
     elif s.m.dtype.element_ty == tl.bfloat16:
-        noise = tile_bits(key, row, col, ROWS, COLS)
         tl.store(s.m + at, to_bf16(m, noise * NOISE_M & 0xFFFF), mask=inside)
     else:
         tl.store(s.m + at, m, mask=inside)
@@ -704,6 +708,7 @@ def update_tile(
         else:
             p, m = sgd_tile(old, g, m, scalars)
 
+    noise = 0
     if s.master is not None:
         tl.store(s.master + at, p, mask=inside)
         tl.store(s.W + at, to_bf16(p, nearest(p)), mask=inside)
@@ -714,7 +719,7 @@ def update_tile(
         tl.store(s.W + at, p, mask=inside)
 
     if s.m is not None:
-        store_m(s, m, at, inside, key, row, col, row_stop, col_stop, GROUP, ROWS, COLS)
+        store_m(s, m, at, inside, noise, row, col, row_stop, col_stop, GROUP, ROWS, COLS)
     if s.v is not None:
         if s.v_scale is not None:
             root = tl.where(inside, square_root(v, EXACT), 0.0)
@@ -780,7 +785,10 @@ def momentum_kernel(
     g = tl.div_rn(raw, tl.broadcast_to(tl.where(norm == 0.0, 1.0, norm)[:, None], raw.shape))
     m = load_m(s, at, inside, row + down, col, row_stop, s.K, GROUP, BLOCK_M, BLOCK_K)
     m = fused_multiply_add(g - m, scalars[1], m)
-    store_m(s, m, at, inside, key, row + down, col, row_stop, s.K, GROUP, BLOCK_M, BLOCK_K)
+    noise = 0
+    if s.m.dtype.element_ty == tl.bfloat16:
+        noise = tile_bits(key, row + down, col, BLOCK_M, BLOCK_K)
+    store_m(s, m, at, inside, noise, row + down, col, row_stop, s.K, GROUP, BLOCK_M, BLOCK_K)
     tl.store(U + here, look_ahead(g, m, scalars[2]).to(U.dtype.element_ty), mask=inside)
     squares = tl.sum(tl.sum(raw * raw, 1), 0)
     record(s, squares, tl.where(squares < float("inf"), 0.0, float("inf")))
@@ -962,7 +970,7 @@ class State:
         """Muon's first half, for the whole matrices whose rows begin at `row`: moves their momentum by their gradient
         (R, K) and returns the update (R, K). Of a matrix that is cut over ranks each moves its part of the momentum,
         and all of them make the whole update."""
-        (R, K), ranks = gradient.shape, self.ranks
+        (R, K), ranks, gradient = gradient.shape, self.ranks, gradient.contiguous()
         parts = gradient.view(-1, self.rows, K)  # (E, rows, K)
         norms = torch.linalg.vector_norm(parts, dim=(1, 2), dtype=torch.float32)  # (E,)
         norms = ranks.total(norms**2).sqrt() if ranks else norms
@@ -970,11 +978,11 @@ class State:
         if self.handle.backend == "torch":
             move_momentum(self, gradient, norms, U, row)
         else:
-            gradient, tiles = gradient.float().contiguous(), TILES["step"]
+            tiles = TILES["step"]
             grid = (triton.cdiv(R, tiles["BLOCK_M"]) * triton.cdiv(K, tiles["BLOCK_K"]),)
-            fusion = {} if INTERPRETED else dict(enable_fp_fusion=False)
-            momentum_kernel[grid](gradient, norms, U, self.fields, self.rows, row, row + R, GROUP=GROUP, **fusion,
-                                  **tiles)
+            momentum_kernel[grid](
+                gradient.float(), norms, U, self.fields, self.rows, row, row + R, GROUP=GROUP, **NO_FUSION, **tiles
+            )
         if ranks:
             return ranks.own_part(orthogonal(ranks.join(U)))
         return orthogonal(matrices_of(U, self.rows)).view(R, K)
@@ -1056,9 +1064,7 @@ class State:
         self.version = self.weight._version
 
     def options(self):
-        """No contraction of a * b + c beyond those written: they would round once where torch rounds twice."""
-        fusion = {} if INTERPRETED else dict(enable_fp_fusion=False)
-        return dict(RULE=self.rule.code, GROUP=GROUP, **fusion)
+        return dict(RULE=self.rule.code, GROUP=GROUP, **NO_FUSION)
 
     def slabs(self, factors, rows, cols, M=None, dtype=None):
         """v2. Yield (slab, row, column): a gradient (M, K), by default of all of W, a sum over factors (section 8),
@@ -1376,7 +1382,8 @@ class Forge:
                 raise ValueError(f"origin of {name}, ({row}, {col}): name a weight, and a column that is a multiple of "
                                  f"{BORDERS[layout]} in layout {layout}")
         self.layout, self.seed, self.slab_bytes, self.gradient = layout, seed, slab, gradient
-        self.narrow = torch.bfloat16 if device.type == "cuda" and has_bf16() else torch.float32  # of Muon's products
+        bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        self.narrow = torch.bfloat16 if bf16 else torch.float32  # of Muon's products
         self.backend = cce.choose_backend(backend, *[next(iter(weights.values()))] * 2)
         if rung == "fused" and self.backend == "torch":
             raise ValueError("rung is 'fused', which needs Triton's kernels: use 'auto' or 'slab'")
@@ -1633,10 +1640,6 @@ def check_rules(rules, weights, by_rows):
         if isinstance(rule, Muon) and name in by_rows:
             raise ValueError(f"{name}: Muon wants its gradient whole, that of an embedding or a classifier comes in "
                              "rows: give it AdamW, by rules={...}")
-
-
-def has_bf16():
-    return torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def all_finite(tensors):

@@ -102,11 +102,12 @@ MIB = base.MIB
 # lr: AdamW's with --rule adamw, and with muon, where the layers' matrices do not need it to be small.
 # batch None: the largest power of two, up to 64 sequences a process, whose predicted memory fits what is free.
 PRESETS = {
-    "cpu": dict(layers=4, dim=128, heads=4, seq=128, batch=8, steps=400, lr=(3e-3, 3e-3), tokens="bytes"),
-    "gpt2-small": dict(layers=12, dim=768, heads=12, seq=1024, batch=None, steps=300, lr=(1e-3, 4e-3),
-                       tokens="bigrams"),
-    "gpt2-medium": dict(layers=24, dim=1024, heads=16, seq=1024, batch=None, steps=300, lr=(6e-4, 4e-3),
-                        tokens="bigrams"),
+    "cpu": dict(layers=4, dim=128, heads=4, seq=128, batch=8, steps=400, tokens="bytes",
+                lr=dict(adamw=3e-3, muon=3e-3)),
+    "gpt2-small": dict(layers=12, dim=768, heads=12, seq=1024, batch=None, steps=300, tokens="bigrams",
+                       lr=dict(adamw=1e-3, muon=4e-3)),
+    "gpt2-medium": dict(layers=24, dim=1024, heads=16, seq=1024, batch=None, steps=300, tokens="bigrams",
+                        lr=dict(adamw=6e-4, muon=4e-3)),
 }
 MODEL_FLAGS = ("preset", "layers", "dim", "heads", "seq", "vocab", "tokens")  # fixed by a checkpoint,
 STATE_FLAGS = ("rule", "optimizer", "states", "sync", "inner_steps", "outer", "moe", "top_k")  # as are these
@@ -804,7 +805,7 @@ def predict_memory(config, batch, accum, args, device, processes=1):
     others = layers + 2 * V * D + uncut - forged
     weight, muon = forging.LAYOUTS[args.states].weight.itemsize, args.rule == "muon"
     states = layers * forging.state_bytes(MUON if muon else ADAMW, args.states)
-    states += (2 * V * D + uncut) * forging.state_bytes(ADAMW, args.states if both else "fp32")
+    states += 2 * V * D * forging.state_bytes(ADAMW, args.states if both else "fp32") + 8 * uncut
     # Of the forged weights' gradients one layer's is alive, or a slab of it, which is kept from step to step.
     rung = "auto" if has_kernels(device) else "hook"
     plans = [forging.plan_matrices(s.M * s.count, s.K, s.count) if muon else
@@ -1698,7 +1699,7 @@ def parse(argv):
         args.muon_lr = MUON_LR
     for name, value in PRESETS[args.preset].items():
         if getattr(args, name) is None:
-            setattr(args, name, value[args.rule == "muon"] if name == "lr" else value)
+            setattr(args, name, value[args.rule] if name == "lr" else value)
     if args.batch is None and args.device == "cpu":
         args.batch = 8
     for name in ("layers", "dim", "heads", "seq", "batch", "accum", "gpus", "tp", "log_every", "vocab", "sample_top",
