@@ -1627,6 +1627,16 @@ def test_narrow_states_train(tiny):
         assert narrow[60] < narrow[1] - 1, name
 
 
+@pytest.mark.parametrize("rule, warm_up", [("muon", 20), ("adamw", 50)])
+def test_rates_warm_up_and_end_at_a_tenth(rule, warm_up):
+    args = SimpleNamespace(rule=rule, steps=warm_up + 100)
+    shares = [train.schedule(step, args) for step in range(args.steps + 10)]
+    assert shares[:warm_up] == pytest.approx([(step + 1) / warm_up for step in range(warm_up)])
+    assert shares[warm_up] == 1 and shares[warm_up + 50] == pytest.approx(0.55)
+    assert shares[warm_up + 100 :] == pytest.approx([0.1] * 10)
+    assert all(a > b for a, b in zip(shares[warm_up : args.steps], shares[warm_up + 1 :], strict=False))
+
+
 def test_default_optimizer_is_what_the_other_flags_allow(tiny, capsys):
     for flags, words in (([], "optimizer forge-cce (no sum"), (["--clip", 0.5], "optimizer forge-cce (no sum"),
                          (["--accum", 2], "optimizer ordinary (--accum 2"),
@@ -2284,6 +2294,47 @@ def test_doubling_the_vocabulary_adds_logits_only_to_the_materialised_loss(monke
         assert growth["cce-exact"][0] == pytest.approx(growth["cce-exact"][1], rel=0.1)
     # Watched by LiveBytes, autograd adds in a buffer of its own: four where the prediction and a GPU have three.
     assert 2.9 * buffer < growth["reference"][0] < 4.2 * buffer and growth["reference"][1] > 2.9 * buffer
+
+
+@pytest.mark.parametrize("flags", [
+    "--optimizer ordinary", "--optimizer ordinary --rule adamw", "--rule adamw --optimizer forge --states bf16",
+    *(f"--optimizer {name} --states {states}" for name in ("forge", "forge-cce") for states in forging.LAYOUTS),
+    "--moe 4", "--moe 4 --optimizer ordinary", "--moe 4 --optimizer forge --states int8 --rule adamw",
+])
+def test_predicted_bytes_of_weights_and_optimizer(flags):
+    """To the byte: nothing is estimated in them."""
+    args = train.parse([*"--layers 2 --dim 128 --heads 2 --seq 16 --vocab 256 --device cpu".split(), *flags.split()])
+    config, x = train.make_config(args), torch.zeros(2, 16, dtype=torch.int64)
+    model = base.GPT(config)
+    if args.moe:
+        moe.with_experts(model)
+    optimizer = train.Optimizer(model, args)
+    optimizer.begin(1, 1.0)
+    train.loss_sum(model, x, x, args, gfs.SparseStats()).backward()
+    optimizer.finish(optimizer.norm())
+    held = [t for state in optimizer.ordinary.state.values() for name, t in state.items() if name != "step"]
+    forged = optimizer.forged.states if optimizer.forged else {}
+    held += [t for state in forged.values() for t in state.tensors.values()]
+    parts = train.predict_memory(config, 2, 1, args, torch.device("cpu"))[0]
+    assert parts["parameters"] == sum(p.nbytes for p in model.parameters())
+    assert parts["optimizer"] == sum(t.nbytes for t in held)
+
+
+@pytest.mark.parametrize("tokens", [4, 32, 512])  # of a micro-batch
+@pytest.mark.parametrize("accum", [1, 2])
+def test_predicted_bytes_of_what_waits(tokens, accum):
+    """Factors of few tokens, gradients in fp32 of many, and at 32 some of both."""
+    flags = "--layers 2 --dim 128 --heads 2 --seq 4 --vocab 256 --device cpu --clip 1 --optimizer forge-cce --accum"
+    args = train.parse([*flags.split(), str(accum)])
+    config = train.make_config(args)
+    model = base.GPT(config)
+    optimizer = train.Optimizer(model, args)
+    optimizer.begin(1, 1.0)
+    for _ in range(accum):
+        x = torch.randint(256, (tokens // 4, 4))
+        train.loss_sum(model, x, x, args, gfs.SparseStats()).backward()
+    kept = forging.factor_bytes(f for state in optimizer.forged.states.values() for f in state.factors)
+    assert kept == sum(train.factor_sizes(config, tokens * accum, args)[2:])
 
 
 @needs_gpu
