@@ -88,7 +88,7 @@ TORCHRUN = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"
 def beside(request):
     """What needs a process of its own anyway, one after the other, beside the tests, which mostly keep one core busy:
     {what: future of python()'s result}. In them no clock decides. The tests that wait for them are this file's last."""
-    bugs, futures = {stage: [] for stage in STAGES}, {}
+    bugs, futures = {}, {}
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         run = functools.partial(pool.submit, python, timeout=900)
         for item in request.session.items:
@@ -98,24 +98,25 @@ def beside(request):
             elif item.originalname == "test_torchrun_of_parallelism":
                 futures["torchrun"] = run(*TORCHRUN, 3, "05_parallelism.py", "--device", "cpu")
             elif item.originalname == "test_planted_bug_is_caught":
-                bugs[item.callspec.params["stage"]].append(item.callspec.params["bug"])
-        for stage, (first, *others) in ((stage, names) for stage, names in bugs.items() if names):
-            alone = [first, *(others if base.HAS_CUDA else [])]  # compiled kernels keep what they were compiled with
+                bugs.setdefault(item.callspec.params["stage"], []).append(item.callspec.params["bug"])
+        for stage, names in bugs.items():  # compiled kernels keep what they were compiled with: there each bug is alone
+            alone, together = (names, []) if base.HAS_CUDA else (names[:1], names[1:])
             futures |= {(stage, bug): run(f"{stage}.py", "--break", bug) for bug in alone}
-            if len(alone) == 1:
-                together = run("-c", f"import test_all; test_all.plant({stage!r}, {others})")
-                futures |= {(stage, bug): together for bug in others}
+            if together:
+                future = run("-c", f"import test_all; test_all.plant({stage!r}, {together})")
+                futures |= {(stage, bug): future for bug in together}
         yield futures
         pool.shutdown(cancel_futures=True)
 
 
 def plant(stage, bugs):
-    """Plant bugs of a stage in this process, one after the other; it is printed what catches them."""
+    """Plant bugs of a stage in this process, one after the other, and print what catches each."""
     names = vars(STAGES[stage])
     for bug in bugs:
-        sound = names[names["BREAKS"][bug][1]]
-        base.run_break(names, bug)
-        names[names["BREAKS"][bug][1]] = sound
+        attribute = names["BREAKS"][bug][1]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(names, attribute, names[attribute])  # it is put back afterwards
+            base.run_break(names, bug)
 
 
 def test_bug_that_breaks_more_than_its_check_is_not_caught(capsys, monkeypatch):
@@ -2260,6 +2261,15 @@ def test_plan_says_what_to_type(capsys, case):
 # --- memory ---
 
 
+def model_and_optimizer(args, device):
+    """Of these flags, uncompiled."""
+    with device:
+        model = base.GPT(train.make_config(args))
+    if args.moe:
+        moe.with_experts(model)
+    return model, train.Optimizer(model, args)
+
+
 def loss_peak(loss, V, N=1024, D=16):
     """(measured, predicted) bytes of the loss and its backward in train.py's own code, beyond model and activations."""
     args = train.parse(["--loss", loss, "--vocab", str(V), "--device", "cpu", "--dim", str(D), "--heads", "1",
@@ -2304,18 +2314,15 @@ def test_doubling_the_vocabulary_adds_logits_only_to_the_materialised_loss(monke
 def test_predicted_bytes_of_weights_and_optimizer(flags):
     """To the byte: nothing is estimated in them."""
     args = train.parse([*"--layers 2 --dim 128 --heads 2 --seq 16 --vocab 256 --device cpu".split(), *flags.split()])
-    config, x = train.make_config(args), torch.zeros(2, 16, dtype=torch.int64)
-    model = base.GPT(config)
-    if args.moe:
-        moe.with_experts(model)
-    optimizer = train.Optimizer(model, args)
+    device, x = torch.device("cpu"), torch.zeros(2, 16, dtype=torch.int64)
+    model, optimizer = model_and_optimizer(args, device)
     optimizer.begin(1, 1.0)
     train.loss_sum(model, x, x, args, gfs.SparseStats()).backward()
     optimizer.finish(optimizer.norm())
     held = [t for state in optimizer.ordinary.state.values() for name, t in state.items() if name != "step"]
     forged = optimizer.forged.states if optimizer.forged else {}
     held += [t for state in forged.values() for t in state.tensors.values()]
-    parts = train.predict_memory(config, 2, 1, args, torch.device("cpu"))[0]
+    parts = train.predict_memory(train.make_config(args), 2, 1, args, device)[0]
     assert parts["parameters"] == sum(p.nbytes for p in model.parameters())
     assert parts["optimizer"] == sum(t.nbytes for t in held)
 
@@ -2326,15 +2333,13 @@ def test_predicted_bytes_of_what_waits(tokens, accum):
     """Factors of few tokens, gradients in fp32 of many, and at 32 some of both."""
     flags = "--layers 2 --dim 128 --heads 2 --seq 4 --vocab 256 --device cpu --clip 1 --optimizer forge-cce --accum"
     args = train.parse([*flags.split(), str(accum)])
-    config = train.make_config(args)
-    model = base.GPT(config)
-    optimizer = train.Optimizer(model, args)
+    model, optimizer = model_and_optimizer(args, torch.device("cpu"))
     optimizer.begin(1, 1.0)
     for _ in range(accum):
         x = torch.randint(256, (tokens // 4, 4))
         train.loss_sum(model, x, x, args, gfs.SparseStats()).backward()
     kept = forging.factor_bytes(f for state in optimizer.forged.states.values() for f in state.factors)
-    assert kept == sum(train.factor_sizes(config, tokens * accum, args)[2:])
+    assert kept == sum(train.factor_sizes(train.make_config(args), tokens * accum, args)[2:])
 
 
 @needs_gpu
@@ -2353,11 +2358,7 @@ def test_predicted_peak_of_a_training_step(loss, optimizer, states):
     x = torch.zeros(8, 512, dtype=torch.int64, device=DEVICE)
 
     def steps():
-        with DEVICE:
-            model = base.GPT(config)
-        if args.moe:
-            moe.with_experts(model)
-        optimizer = train.Optimizer(model, args)
+        model, optimizer = model_and_optimizer(args, DEVICE)
         if args.compile:
             parallel.lean(model)
         for step in (1, 2):
