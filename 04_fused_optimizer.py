@@ -2109,10 +2109,11 @@ def muon_by_hand(W, gradients, rate, decay, momentum=0.95, nesterov=True):
     return W, m
 
 
-def check_muon(device="cpu", E=2, M=250, K=136, N=24, seed=0):
+def check_muon(device="cpu", E=2, M=250, K=136, N=300, seed=0):
     """Steps of a weight in which E matrices lie, in all layouts and ways: fp32 and master are as close to fp64 by hand
     as torch's Muon is (on a CPU, whose products are not in bf16, within 1e-4); all ways make the same bits; so do
-    release() after stash(), and step_gradients(); the norm that is told is of the gradient as it came."""
+    release() after stash(), and step_gradients(); the norm that is told is of the gradient as it came. N > K: of fewer
+    tokens dW has singular values of 0, where p raises the noise of bf16 to 15 % of the update, by chance."""
     W, data = whole_numbers(N, E * M, K, device, steps=2, seed=seed)
     data = [(X, dY * torch.logspace(-2, 2, E, device=device).repeat_interleave(M)) for X, dY in data]
     gradients = [(dY.T @ X).view(E, M, K) for X, dY in data]
