@@ -457,7 +457,7 @@ def scatter_listed(dC, classes, G, E, keep, unit):
 # ==== 6. The sparse gradient: a dense head, a sparse tail, one pass over the logits ===================================
 
 # Tiles are a coarse sieve: one entry that matters keeps 32,768. A sieve for entries needs lse, to know which matter,
-# BEFORE the pass that makes them. A lower bound will do, and the head of the vocabulary gives one:
+# BEFORE the pass that makes them. A lower bound will do; the head of the vocabulary and a look at the tail give one:
 #
 #                  head: 4096 classes          tail: all others
 #                +---------------------+-------------------------------------+   x  listed: p >= eps, or the target
@@ -469,7 +469,8 @@ def scatter_listed(dC, classes, G, E, keep, unit):
 #
 #   survey        some rows, all classes. Picks the head: the largest mean p. Says how dropped probability is spread
 #                 over the tail, q, and where it points, q C; how much there will be, and what that leaves: a forecast
-#   lower bound   lse over the head, or the target's logit if larger: where logit < bound + log eps, p < eps
+#   lower bound   lse over the head and, at least, the tail; the target's logit if larger. p < eps where logit is below
+#                 bound + log eps
 #   forward       ONE pass: partial lse, and a bit for each candidate, in bands of the vocabulary; a band's bits become
 #                 lists of (row, class), row by row, and are forgotten
 #   head          G, dE and dC of 4096 columns, by 02's functions
@@ -482,6 +483,13 @@ def scatter_listed(dC, classes, G, E, keep, unit):
 # The last terms of the two passes are one matrix of rank 1, (g m) q^T, in place of the entries that were dropped. Those
 # are many, small, and much alike in all rows: what they add up to is mostly their mean. Nobody adds to memory that
 # another adds to, and sums have a fixed order: two runs give the same bits.
+#
+# The head alone is a poor bound for a row that spreads its bets: where it has 8 % of the probability, as in a fresh
+# model, 22,000 of 50,304 classes are candidates, and one such row keeps its program busy after all others are done. Of
+# the tail, Gibbs' inequality says: for ANY distribution q over it,
+#       log sum_v exp(l_v) = log sum_v q_v exp(l_v - log q_v) >= sum_v q_v (l_v - log q_v) = E[n] . (q C) + H(q),
+# since log is concave; equal, if the row's tail is spread as q is. q C is there, H is q's entropy. It leaves none of
+# those candidates.
 
 HEAD, SAMPLE, CHECKED = 4096, 128, 32  # classes of the head; rows of the survey, rows looked at again in backward
 BAND_BYTES = 64 * MIB  # of bits alive at a time
@@ -490,14 +498,15 @@ MAX_ERROR, MAX_DROPPED = 0.02, 0.5  # gradient="auto" goes so far; beyond a half
 
 
 class Survey(NamedTuple):
-    """head (H,) classes, ascending; prior q (V,), 0 in the head; mean_tail (D,) = q C. What the correction leaves: of a
-    row of dE, residual (), a length per unit of dropped probability; of dC, drift (2, R, R), what is left and
-    the doubt about q (class_drift), for pairs of the sample's rows (R,). forecast (4,): of a row's candidates and
-    dropped probability the mean; relative error of dE; 0, since that of dC is not known yet."""
+    """head (H,) classes, ascending; prior q (V,), 0 in the head; mean_tail (D,) = q C; entropy () of q. What the
+    correction leaves: of a row of dE, residual (), a length per unit of dropped probability; of dC, drift (2, R, R),
+    what is left and the doubt about q (class_drift), for pairs of the sample's rows (R,). forecast (4,): of a row's
+    candidates and dropped probability the mean; relative error of dE; 0, since that of dC is not known yet."""
 
     head: torch.Tensor
     prior: torch.Tensor
     mean_tail: torch.Tensor
+    entropy: torch.Tensor
     residual: torch.Tensor
     rows: torch.Tensor
     drift: torch.Tensor
@@ -510,20 +519,23 @@ def survey(E, C, x, counted, eps):
     e, target = E[rows], x[rows].unsqueeze(1)  # (R, D), (R, 1)
     p = probabilities(e, C)  # (R, V)
     head = torch.sort(p.mean(0, dtype=sums), descending=True, stable=True).indices[: head_size(V)].sort().values
-    p_head, p_target = p[:, head], p.gather(1, target.clamp(min=0)).where(target >= 0, 0.0)  # (R, H), (R, 1)
-    bound = eps * torch.maximum(p_head.sum(1, keepdim=True), p_target)  # (R, 1)
-    candidates = count_above(p, bound) - count_above(p_head, bound)  # (R,)
     dropped = dropped_part(p, head, target, eps, narrow)  # (R, V)
     m = eps * dropped.sum(1, dtype=sums)  # (R,)
     total = m.sum().clamp(min=1e-30)
     lost, everything = times_rows(C, dropped, p.to(narrow)).split(len(rows))  # (R, D) each
-    mean_tail = eps * lost.sum(0) / total  # (D,)
+    prior, mean_tail = eps * dropped.sum(0, dtype=sums) / total, eps * lost.sum(0) / total  # (V,), (D,)
+    entropy = torch.special.entr(prior).sum().where(m.sum() > 0, -math.inf)  # no q, no bound
+    best = p.max(1)  # (R,): whose logit and p tell lse
+    lse = (e.to(sums) * C[best.indices].to(sums)).sum(1) - best.values.log()  # (R,)
+    p_tail = (tail_at_least(e, mean_tail, entropy) - lse).exp().unsqueeze(1)  # (R, 1)
+    p_head, p_target = p[:, head], p.gather(1, target.clamp(min=0)).where(target >= 0, 0.0)  # (R, H), (R, 1)
+    bound = eps * torch.maximum(p_head.sum(1, keepdim=True) + p_tail, p_target)  # (R, 1)
+    candidates = count_above(p, bound) - count_above(p_head, bound)  # (R,)
     left = (eps * lost - m.unsqueeze(1) * mean_tail).norm()
     of_target = C[target.squeeze(1).clamp(min=0)].where(target >= 0, 0.0)  # (R, D)
     error = left / (everything - of_target).norm().clamp(min=1e-30)
     return Survey(
-        head, eps * dropped.sum(0, dtype=sums) / total, mean_tail, left / m.norm().clamp(min=1e-30), rows,
-        class_drift(dropped, m, e, eps),
+        head, prior, mean_tail, entropy, left / m.norm().clamp(min=1e-30), rows, class_drift(dropped, m, e, eps),
         torch.stack((candidates.to(sums).mean(), m.mean(), error, torch.zeros_like(error))),
     )
 
@@ -586,15 +598,22 @@ def head_size(V):
     return min(HEAD, -(-V // 16))
 
 
-def lower_bound(E, C, x, counted, head, eps, backend):
+def tail_at_least(E, mean_tail, entropy):
+    """What lse over the tail is at least (N,), by Gibbs' inequality; in pieces: E (N, D) in fp32 would be large."""
+    rows = max(1, 2**23 // E.shape[1])
+    return torch.cat([E[i:j].to(mean_tail.dtype) @ mean_tail for i, j in cce.pieces(len(E), rows)]) + entropy
+
+
+def lower_bound(E, C, x, counted, found, eps, backend):
     """lse over the head (N,), the target's logit (N,), and the logit (N,) up to which p is certainly below eps."""
     sums, _ = product_dtypes(E)
-    lse_head, _ = cce.lse_and_target(E, C[head], torch.full_like(x, -1), backend=backend)
+    lse_head, _ = cce.lse_and_target(E, C[found.head], torch.full_like(x, -1), backend=backend)
     if backend == "triton":
         target_logit = cce.indexed_logits(E, C, x, None, None)
     else:
         target_logit = (E.to(sums) * C[x.clamp(min=0)].to(sums)).sum(1)
-    floor = torch.maximum(lse_head, target_logit.where(x >= 0, -math.inf))
+    lse_tail = tail_at_least(E, found.mean_tail, found.entropy)
+    floor = torch.maximum(torch.logaddexp(lse_head, lse_tail), target_logit.where(x >= 0, -math.inf))
     slack = 1e-3  # far more than logits made twice may differ by
     return lse_head, target_logit, (floor + math.log(eps) - slack).where(counted, math.inf)
 
@@ -1366,7 +1385,7 @@ def sparse_lse(E, C, bias, targets, counted, softcap, how):
         with torch.no_grad(), torch.autocast(E.device.type, enabled=False):
             found = survey(E, C, x, counted, how.eps)
             forecast = Readback(found.forecast)
-            bounds = lower_bound(E, C, x, counted, found.head, how.eps, how.backend)  # the device goes on meanwhile
+            bounds = lower_bound(E, C, x, counted, found, how.eps, how.backend)  # the device goes on meanwhile
         numbers = forecast.read()
         refused = refusal(*numbers, E, V, how)
     stats.decide(refused)
@@ -1587,12 +1606,41 @@ def check_survey(device="cpu"):
         m, prior = dropped.sum(1), dropped.sum(0) / dropped.sum()
         left = dropped @ c - m.unsqueeze(1) * (prior @ c)
         relative = left.norm() / (p @ c - c[x]).norm()
-        bound = torch.maximum(p[:, head].sum(1, keepdim=True), p.gather(1, x.unsqueeze(1)))
-        candidates = ((p > eps * bound) & (others > 0)).sum(1).double().mean()
+        logits, tail = e @ c.T, others > 0  # (R, V), (V,)
+        least = (logits @ prior + torch.special.entr(prior).sum() - logits.logsumexp(1)).exp()  # (R,) of p, in the tail
+        base.require((least <= p[:, tail].sum(1)).all().item(), f"{dtype}: the tail's bound is above its probability")
+        bound = torch.maximum((p[:, head].sum(1) + least).unsqueeze(1), p.gather(1, x.unsqueeze(1)))
+        candidates = ((p > eps * bound) & tail).sum(1).double().mean()
+        *_, threshold = lower_bound(E, C, x, torch.ones_like(x, dtype=torch.bool), found, eps, "torch")
+        listed = ((logits > threshold.unsqueeze(1)) & tail).sum(1).double().mean()
+        base.require(abs(listed / candidates - 1) < close + 1e-3, f"{dtype}: {listed} candidates, not {candidates}")
         pairs = ((found.prior, prior), (found.mean_tail, prior @ c), (found.residual, left.norm() / m.norm()),
                  (found.forecast, torch.stack((candidates, m.mean(), relative, torch.zeros_like(relative)))))
         for what, (got, want) in zip(("prior", "mean tail", "residual", "forecast"), pairs, strict=True):
             base.require(cce.error(got, want) < close, f"{dtype}: {what} is off by {cce.error(got, want):.1e}")
+
+
+def check_lower_bound(device="cpu"):
+    """The bound is never above lse, whatever is in the tail; of a fresh model, whose tail is flat, it is near, and
+    leaves no candidates where the head alone would leave half of the classes; without a tail it is the head's."""
+    generator, eps = torch.Generator().manual_seed(0), 2**-9
+    N, V, D = 2 * SAMPLE, 32 * TILE_V, 24
+    counted, x = torch.ones(N, dtype=torch.bool, device=device), torch.arange(N, device=device)
+    for scale in (0.1, 1.0, 3.0):
+        E, C = (torch.randn(size, D, generator=generator).to(device) for size in (N, V))
+        C *= scale
+        logits = E @ C.T
+        found = survey(E, C, x, counted, eps)
+        lse_head, target_logit, threshold = lower_bound(E, C, x, counted, found, eps, "torch")
+        below = logits.logsumexp(1) + math.log(eps) - threshold
+        base.require((below > 0).all().item(), f"{scale}: the bound is {-below.min()} too high")
+        alone = torch.maximum(lse_head, target_logit) + math.log(eps)
+        many, few = ((logits > bound.unsqueeze(1)).sum(1).double().mean().item() for bound in (alone, threshold))
+        if scale == 0.1:
+            base.require(many > V / 2 and few < V / 100, f"fresh: {few} candidates, {many} by the head alone")
+    empty = found._replace(mean_tail=0 * found.mean_tail, entropy=torch.full_like(found.entropy, -math.inf))
+    *_, threshold = lower_bound(E, C, x, counted, empty, eps, "torch")
+    base.require((threshold - alone).abs().max() < 2e-3, "without a tail it is not the head's")
 
 
 def check_pieces(device="cpu"):
@@ -1765,8 +1813,8 @@ def check_bad_input(device="cpu"):
 
 
 CHECKS = [check_filter, check_kernels, check_autograd_modes, check_order, check_permutation, check_nothing_dropped]
-CHECKS += [check_sparse, check_sparse_kernels, check_survey, check_pieces, check_auto, check_room, check_reductions]
-CHECKS += [check_bad_input]
+CHECKS += [check_sparse, check_sparse_kernels, check_survey, check_lower_bound, check_pieces, check_auto, check_room]
+CHECKS += [check_reductions, check_bad_input]
 
 # The bugs of --break.
 
@@ -1803,6 +1851,7 @@ def _bound_too_high(*args):
 
 
 _blocked_row_pass, _lower_bound, _blocked_entries = blocked_row_pass, lower_bound, blocked_entries
+_tail_at_least = tail_at_least
 
 
 _popcount = popcount
@@ -1816,6 +1865,7 @@ def _lowest_bits_only(bits):
 BREAKS = {
     "no-correction": (check_sparse, "blocked_row_pass", _without_correction),
     "bound-too-high": (check_sparse, "lower_bound", _bound_too_high),
+    "entropy-twice": (check_lower_bound, "tail_at_least", lambda E, q_C, entropy: _tail_at_least(E, q_C, 2 * entropy)),
     "rare-targets": (check_sparse, "blocked_entries", lambda E, C, x, *rest: _blocked_entries(E, C, x * 0 - 1, *rest)),
     "always-sparse": (check_auto, "refusal", lambda *numbers: None),
     "eps-after-scaling": (check_filter, "rows_reach", _after_scaling),
