@@ -1594,7 +1594,8 @@ def check_survey(device="cpu"):
     forecast is what the approximation then does to these rows."""
     for dtype, close in ((torch.float32, 1e-4), (torch.bfloat16, 3e-2), (torch.float16, 1e-2)):
         E, C, x = (t.detach() for t in cce.trained_problem(SAMPLE, 50 * TILE_V, 24, dtype, device))
-        eps = 2**-9
+        eps, x[::5] = 2**-9, -1  # these rows count for lse alone
+        met, target = (x >= 0).unsqueeze(1), x.clamp(min=0).unsqueeze(1)  # (R, 1)
         found = survey(E, C, x, torch.ones_like(x, dtype=torch.bool), eps)
         e, c = E.double(), C.double()
         p, head = (e @ c.T).softmax(1), found.head
@@ -1602,22 +1603,25 @@ def check_survey(device="cpu"):
         base.require(len(head) == head_size(len(C)) and bool((head.diff() > 0).all()), f"{dtype}: head {head}")
         others = mean.index_fill(0, head, 0.0)
         base.require(mean[head].min() > (1 - close) * others.max(), f"{dtype}: the head is not the likeliest classes")
-        dropped = p.where(p < eps, 0.0).index_fill_(1, head, 0.0).scatter_(1, x.unsqueeze(1), 0.0)
+        dropped = p.where(p < eps, 0.0).index_fill_(1, head, 0.0)
+        dropped = dropped.scatter(1, target, 0.0).where(met, dropped)
         m, prior = dropped.sum(1), dropped.sum(0) / dropped.sum()
         left = dropped @ c - m.unsqueeze(1) * (prior @ c)
-        relative = left.norm() / (p @ c - c[x]).norm()
+        relative = left.norm() / (p @ c - c[x] * met).norm()
         logits, tail = e @ c.T, others > 0  # (R, V), (V,)
         least = (logits @ prior + torch.special.entr(prior).sum() - logits.logsumexp(1)).exp()  # (R,) of p, in the tail
         base.require((least <= p[:, tail].sum(1)).all().item(), f"{dtype}: the tail's bound is above its probability")
-        bound = torch.maximum((p[:, head].sum(1) + least).unsqueeze(1), p.gather(1, x.unsqueeze(1)))
+        bound = torch.maximum((p[:, head].sum(1) + least).unsqueeze(1), p.gather(1, target) * met)
         candidates = ((p > eps * bound) & tail).sum(1).double().mean()
         *_, threshold = lower_bound(E, C, x, torch.ones_like(x, dtype=torch.bool), found, eps, "torch")
         listed = ((logits > threshold.unsqueeze(1)) & tail).sum(1).double().mean()
         base.require(abs(listed / candidates - 1) < close + 1e-3, f"{dtype}: {listed} candidates, not {candidates}")
-        pairs = ((found.prior, prior), (found.mean_tail, prior @ c), (found.residual, left.norm() / m.norm()),
-                 (found.forecast, torch.stack((candidates, m.mean(), relative, torch.zeros_like(relative)))))
-        for what, (got, want) in zip(("prior", "mean tail", "residual", "forecast"), pairs, strict=True):
+        pairs = {"prior": (found.prior, prior), "mean tail": (found.mean_tail, prior @ c),
+                 "residual": (found.residual, left.norm() / m.norm()), "candidates": (found.forecast[0], candidates),
+                 "dropped": (found.forecast[1], m.mean()), "error of dE": (found.forecast[2], relative)}
+        for what, (got, want) in pairs.items():
             base.require(cce.error(got, want) < close, f"{dtype}: {what} is off by {cce.error(got, want):.1e}")
+        base.require(found.forecast[3] == 0, f"{dtype}: dC's error is not known yet")
 
 
 def check_lower_bound(device="cpu"):
@@ -1638,9 +1642,13 @@ def check_lower_bound(device="cpu"):
         many, few = ((logits > bound.unsqueeze(1)).sum(1).double().mean().item() for bound in (alone, threshold))
         if scale == 0.1:
             base.require(many > V / 2 and few < V / 100, f"fresh: {few} candidates, {many} by the head alone")
-    empty = found._replace(mean_tail=0 * found.mean_tail, entropy=torch.full_like(found.entropy, -math.inf))
-    *_, threshold = lower_bound(E, C, x, counted, empty, eps, "torch")
-    base.require((threshold - alone).abs().max() < 2e-3, "without a tail it is not the head's")
+        sure = (threshold - target_logit - math.log(eps)).min()
+        base.require(sure > -2e-3, f"{scale}: a target's logit is above the bound by {-sure}")
+    E, x = 100 * torch.nn.functional.normalize(C[:N]), torch.arange(N, device=device)  # nothing is left to drop
+    found = survey(E, 10 * C, x, counted, eps)
+    lse_head, target_logit, threshold = lower_bound(E, 10 * C, x, counted, found, eps, "torch")
+    off = (threshold - torch.maximum(lse_head, target_logit) - math.log(eps)).abs().max()
+    base.require(found.entropy == -math.inf and off < 2e-3, f"without a tail the bound is off by {off}")
 
 
 def check_pieces(device="cpu"):
