@@ -54,7 +54,8 @@ References
     8-bit Optimizers via Block-wise Quantization, arXiv 2110.02861. Philox: Parallel Random Numbers, SC 2011.
 
 Left out on purpose: a warp-specialised v3 in Gluon (an interface that changes with every release); a classifier's
-bias; ghost norms of weights with several uses; Muon's products on a stream of their own.
+bias; ghost norms of weights with several uses; Muon's products on a stream of their own, or of several matrices as one
+stack (README, "What did not work").
 """
 
 import copy
