@@ -525,7 +525,7 @@ def survey(E, C, x, counted, eps):
     total = m.sum().clamp(min=1e-30)
     lost, everything = times_rows(C, dropped, p.to(narrow)).split(len(rows))  # (R, D) each
     prior, mean_tail = eps * dropped.sum(0, dtype=sums) / total, eps * lost.sum(0) / total  # (V,), (D,)
-    entropy = torch.special.entr(prior).sum().where(m.sum() > 0, -math.inf)  # no q, no bound
+    entropy = torch.special.entr(prior).sum().where(m.sum() > 1e-30, -math.inf)  # q sums to 1, or bounds nothing
     best = p.max(1)  # (R,): whose logit and p tell lse
     lse = (e.to(sums) * C[best.indices].to(sums)).sum(1) - best.values.log()  # (R,)
     p_tail = (tail_at_least(e, mean_tail, entropy) - lse).exp().unsqueeze(1)  # (R, 1)
@@ -1609,24 +1609,26 @@ def check_survey(device="cpu"):
         left = dropped @ c - m.unsqueeze(1) * (prior @ c)
         relative = left.norm() / (p @ c - c[x] * met).norm()
         logits, tail = e @ c.T, others > 0  # (R, V), (V,)
-        least = (logits @ prior + torch.special.entr(prior).sum() - logits.logsumexp(1)).exp()  # (R,) of p, in the tail
-        base.require((least <= p[:, tail].sum(1)).all().item(), f"{dtype}: the tail's bound is above its probability")
+        entropy = torch.special.entr(prior).sum()
+        least = (logits @ prior + entropy - logits.logsumexp(1)).exp()  # (R,) of p, in the tail
         bound = torch.maximum((p[:, head].sum(1) + least).unsqueeze(1), p.gather(1, target) * met)
         candidates = ((p > eps * bound) & tail).sum(1).double().mean()
         *_, threshold = lower_bound(E, C, x, torch.ones_like(x, dtype=torch.bool), found, eps, "torch")
         listed = ((logits > threshold.unsqueeze(1) + SLACK) & tail).sum(1).double().mean()
         base.require(abs(listed / candidates - 1) < close, f"{dtype}: {listed} candidates, not {candidates}")
-        pairs = {"prior": (found.prior, prior), "mean tail": (found.mean_tail, prior @ c),
-                 "residual": (found.residual, left.norm() / m.norm()), "candidates": (found.forecast[0], candidates),
-                 "dropped": (found.forecast[1], m.mean()), "error of dE": (found.forecast[2], relative)}
+        pairs = {"prior": (found.prior, prior), "entropy": (found.entropy, entropy),
+                 "mean tail": (found.mean_tail, prior @ c), "residual": (found.residual, left.norm() / m.norm()),
+                 "candidates": (found.forecast[0], candidates), "dropped": (found.forecast[1], m.mean()),
+                 "error of dE": (found.forecast[2], relative)}
         for what, (got, want) in pairs.items():
             base.require(cce.error(got, want) < close, f"{dtype}: {what} is off by {cce.error(got, want):.1e}")
         base.require(found.forecast[3] == 0, f"{dtype}: dC's error is not known yet")
 
 
 def check_lower_bound(device="cpu"):
-    """The bound is never above lse, whatever is in the tail; of a fresh model, whose tail is flat, it is near, and
-    leaves no candidates where the head alone would leave half of the classes; without a tail it is the head's."""
+    """The bound is below lse for flat, uneven and steep tails; of a fresh model, whose tail is flat, it leaves no
+    candidates where the head alone would leave half of the classes; where next to nothing is dropped, it is the head's:
+    all rows bet on the head, but for one that the sample does not have."""
     generator, eps = torch.Generator().manual_seed(0), 2**-9
     N, V, D = 2 * SAMPLE, 2048, 24
     counted, x = torch.ones(N, dtype=torch.bool, device=device), torch.arange(N, device=device)
@@ -1644,10 +1646,13 @@ def check_lower_bound(device="cpu"):
             base.require(many > V / 2 and few < V / 100, f"fresh: {few} candidates, {many} by the head alone")
         sure = (threshold - target_logit - math.log(eps)).min()
         base.require(sure > -2e-3, f"{scale}: a target's logit is above the bound by {-sure}")
-    E, x = 100 * torch.nn.functional.normalize(C[:N]), torch.arange(N, device=device)  # nothing is left to drop
-    found = survey(E, 10 * C, x, counted, eps)
-    lse_head, target_logit, threshold = lower_bound(E, 10 * C, x, counted, found, eps, "torch")
-    off = (threshold - torch.maximum(lse_head, target_logit) - math.log(eps)).abs().max()
+    E, C, H = torch.zeros(N, 8, device=device), torch.zeros(V, 8, device=device), head_size(V)
+    E[:, 0], C[:, 0], C[:H, 0] = 1, -190, -100
+    far = min(set(range(N)) - set(sample_rows(counted).tolist()))
+    E[far, 1], C[-1, 1] = 1, 90  # its logit is -100, too
+    found = survey(E, C, x % H, counted, eps)
+    lse_head, _, threshold = lower_bound(E, C, x % H, counted, found, eps, "torch")
+    off = (threshold - lse_head - math.log(eps)).abs().max()
     base.require(found.entropy == -math.inf and off < 2e-3, f"without a tail the bound is off by {off}")
 
 

@@ -1586,19 +1586,6 @@ def test_a_micro_batch_of_nan_stops_or_is_skipped(tiny, monkeypatch, capsys, opt
     assert "step 4: loss nan" in capsys.readouterr().out and same(seen[3], seen[4]) and not same(seen[4], seen[5])
 
 
-@pytest.mark.parametrize("flags, order", [
-    (("--save-every", 4), "run run read run read run read read run run read read"),
-    (("--on-nan", "skip"), 6 * "run read "),
-])
-def test_a_step_is_read_while_the_next_one_runs(tiny, monkeypatch, flags, order):
-    """But not past a checkpoint, and not where a bad step must leave nothing behind."""
-    events, run = [], train.accumulate_gradients
-    monkeypatch.setattr(train, "accumulate_gradients", lambda *args: events.append("run") or run(*args))
-    monkeypatch.setattr(train.Log, "step", lambda *args: events.append("read"))
-    tiny("--steps", 6, *flags)
-    assert events == order.split()
-
-
 def test_a_skipped_step_moves_no_bias(tiny, monkeypatch):
     real = train.loss_sum
     monkeypatch.setattr(train, "loss_sum", lambda *args: real(*args) * np.nan)

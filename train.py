@@ -1106,7 +1106,7 @@ class Log:
         size = data.bytes_per_token
         self.bits = None if size is None else 1 / (math.log(2) * size)  # bits a byte that a nat a token is
         self.peak_flops = base.peak_flops(device, cut_dtype(args))
-        # Seconds of each step, from reading to reading; since the last line that stays: steps, sum of sparse shares.
+        # Seconds of each step; since the last line that stays: steps, and the sum of their sparse shares.
         self.seconds, self.since, self.sparse_steps = [], 0, 0.0
         self.told = set()  # decisions of the loss that have been reported
 
@@ -1148,10 +1148,8 @@ class Log:
         flops = tok_s * self.config.flops_per_token()
         return tok_s, None if self.peak_flops is None else flops / (self.peak_flops * self.world.size)
 
-    def step(self, done, loss, lr, norm, shares, uneven, good):
-        """Line and row of a step that has ended. shares: that of sparse gradients, the last decision about them and
-        why, or None; good: is finite."""
-        sparse, decision, why = shares or (None, None, None)
+    def step(self, done, loss, lr, norm, sparse, stats, uneven, good):
+        """Line and row of a step that has ended. sparse: the share of sparse gradients, or None; good: is finite."""
         self.since, self.sparse_steps = self.since + 1, self.sparse_steps + (sparse or 0.0)
         tok_s, mfu = self.speed(statistics.fmean(self.seconds[-self.since :]))
         peak, sync = used_peak_mib(self.device), self.world.sync
@@ -1169,13 +1167,13 @@ class Log:
         if good:  # NaN is no JSON
             self.row(step=done, loss=loss, bpb=self.per_byte(loss), lr=lr, grad_norm=norm, tok_s=tok_s, mfu=mfu,
                      peak_mib=None if math.isnan(peak) else peak, seconds=self.seconds[-1], sparse=sparse,
-                     why=why, sent=sync and sync.bytes_sent,
+                     why=None if sparse is None else stats.reason, sent=sync and sync.bytes_sent,
                      blocked=sync and sync.blocked_seconds, max_violation=uneven)
         if done % self.args.log_every == 0:
             self.since, self.sparse_steps = 0, 0.0
-        if decision and decision not in self.told:
-            self.told.add(decision)
-            self.say(f"step {done}: gradient of the loss {decision}: {why}")
+        if sparse is not None and stats.decision not in self.told:
+            self.told.add(stats.decision)
+            self.say(f"step {done}: gradient of the loss {stats.decision}: {stats.reason}")
 
     def validation(self, step, loss):
         bpb = "" if self.bits is None else f"  bpb {self.per_byte(loss):.4f}"
@@ -1393,45 +1391,28 @@ def train(model, optimizer, data, config, world, args, device, start, stop):
             world.barrier()
 
     alive, feed, val_loss = {}, Feed(data, world, args, device), None  # alive: bytes at some points of the last step
-
-    def launch(step):
-        """The work of a step, and what is to be read and said of it when the device has done it."""
-        share = schedule(step, args)
-        optimizer.begin(step + 1, share)
-        calls, sparse = stats.calls, stats.sparse
-        loss = accumulate_gradients(model, feed, step, world, args, device, stats, alive).double()
-        norm = optimizer.norm()
-        # A fill, as a copy from here would wait; and 0, or NaN if a gradient is not finite.
-        values = torch.stack((loss, torch.full_like(loss, stop.number), norm - norm))
-        if not world.sync:
-            world.sum(values)  # the loss over all processes, and whether any of them was told to stop, or is spoilt
-        reading = optimizer.finish(norm, *values)
-        uneven = world.balance.step(optimizer.taken).max() if world.balance else None  # the worst layer's MaxVio
-        shares = None
-        if args.loss in DECIDING:
-            shares = (stats.sparse - sparse) / (stats.calls - calls), stats.decision, stats.reason
-        return reading, args.lr * share, uneven, shares
-
-    def due(step, every):
-        return step == args.steps or every and step % every == 0
-
-    def alone(step):
-        """Whether the next step has to wait for what follows this one."""
-        return world.sync or args.on_nan == "skip" or due(step, args.eval_every) or due(step, args.save_every)
-
     if start == 0 and not (args.dry_run or world.late):
         validation(0)
     if start >= args.steps:
         log.say(f"nothing to do: {args.out} is at step {start} of {args.steps}: raise --steps to go on")
     step, wrong, announced, skipped, most = start, None, False, 0, SKIPS if args.on_nan == "skip" else 0
-    running, stopped, began = [], 0, time.perf_counter()
     while step < args.steps:
-        while not stopped and len(running) < (1 if alone(step + 1) else 2):
-            running.append(launch(step + len(running)))  # the next, too: a GPU must not wait until this one is read
-        reading, lr, uneven, shares = running.pop(0)
+        began = time.perf_counter()
+        share_of_rates = schedule(step, args)
+        lr = args.lr * share_of_rates
+        optimizer.begin(step + 1, share_of_rates)
+        before = stats.calls, stats.sparse
+        loss = accumulate_gradients(model, feed, step, world, args, device, stats, alive)
         done, sync = step + 1, world.sync
-        loss, told, spoilt, norm = reading.read()
-        stopped = stopped or told
+        loss = loss.double()
+        norm = optimizer.norm()
+        # A fill, as a copy from here would wait; and 0, or NaN if a gradient is not finite.
+        values = torch.stack((loss, torch.full_like(loss, stop.number), norm - norm))
+        if not sync:
+            world.sum(values)  # the loss over all processes, and whether any of them was told to stop, or is spoilt
+        reading = optimizer.finish(norm, *values)
+        uneven = world.balance.step(optimizer.taken).max() if world.balance else None  # the worst layer's MaxVio
+        loss, stopped, spoilt, norm = reading.read()  # the step's one wait, but for experts' exchanges
         bad = not (math.isfinite(loss) and math.isfinite(spoilt))
         skipped = skipped + 1 if bad else 0
         if not sync:
@@ -1463,18 +1444,21 @@ def train(model, optimizer, data, config, world, args, device, start, stop):
         elif bad and skipped > most:
             return diverged(done, f"loss {loss}, gradient norm {norm}{elsewhere}")
         log.seconds.append(time.perf_counter() - began)
-        log.step(done, loss, lr, norm, shares, uneven if uneven is None else uneven.item(), not (wrong or bad))
+        sparse = (stats.sparse - before[1]) / (stats.calls - before[0]) if args.loss in DECIDING else None
+        log.step(done, loss, lr, norm, sparse, stats, uneven if uneven is None else uneven.item(), not (wrong or bad))
         while step != done:
             try:
                 if sync and "halt" in sync.notes:
                     return diverged(done, sync.notes["halt"])
                 stopped = int(sync.notes.get("stop", 0)) if sync else stopped
-                evaluate, keep = due(done, args.eval_every) and not args.dry_run, due(done, args.save_every)
-                if stopped and not running or keep:
+                evaluate = done == args.steps or args.eval_every and done % args.eval_every == 0
+                evaluate = evaluate and not args.dry_run
+                keep = done == args.steps or args.save_every and done % args.save_every == 0
+                if stopped or keep:
                     finite = all(p.isfinite().all() for p in model.parameters())
                     if world.totals(bool(wrong) or not finite)[0]:
                         return diverged(done, wrong or "the update left weights that are not finite")
-                if stopped and not running:
+                if stopped:
                     save(done)
                     go_on = "" if args.dry_run else f"; go on with: {resume_command(args, world)}"
                     log.say(f"stopped after step {done}{go_on}")
@@ -1488,7 +1472,6 @@ def train(model, optimizer, data, config, world, args, device, start, stop):
                 done = sync.steps
                 if done == args.steps:
                     sync.finish()
-        began = time.perf_counter()
     if start < args.steps:
         log.summary(val_loss)
         for text in compare_memory(config, model, optimizer, alive, world, args, device):
