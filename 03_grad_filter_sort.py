@@ -485,11 +485,11 @@ def scatter_listed(dC, classes, G, E, keep, unit):
 # another adds to, and sums have a fixed order: two runs give the same bits.
 #
 # The head alone is a poor bound for a row that spreads its bets: where it has 8 % of the probability, as in a fresh
-# model, 22,000 of 50,304 classes are candidates, and one such row keeps its program busy after all others are done. Of
-# the tail, Gibbs' inequality says: for ANY distribution q over it,
+# model, 22,000 of 50,304 classes are candidates, for each of which the row pass fetches a row of C. Of the tail, Gibbs'
+# inequality says: for ANY distribution q over it,
 #       log sum_v exp(l_v) = log sum_v q_v exp(l_v - log q_v) >= sum_v q_v (l_v - log q_v) = E[n] . (q C) + H(q),
-# since log is concave; equal, if the row's tail is spread as q is. q C is there, H is q's entropy. It leaves none of
-# those candidates.
+# since log is concave; equal, if the row's tail is spread as q is. q C is there, H is q's entropy. It leaves hardly
+# any of those candidates.
 
 HEAD, SAMPLE, CHECKED = 4096, 128, 32  # classes of the head; rows of the survey, rows looked at again in backward
 BAND_BYTES = 64 * MIB  # of bits alive at a time
@@ -525,9 +525,9 @@ def survey(E, C, x, counted, eps):
     total = m.sum().clamp(min=1e-30)
     lost, everything = times_rows(C, dropped, p.to(narrow)).split(len(rows))  # (R, D) each
     prior, mean_tail = eps * dropped.sum(0, dtype=sums) / total, eps * lost.sum(0) / total  # (V,), (D,)
-    entropy = torch.special.entr(prior).sum().where(m.sum() > 1e-30, -math.inf)  # q sums to 1, or bounds nothing
+    entropy = torch.special.entr(prior).sum().where(total > 1e-30, -math.inf)  # q sums to 1, or bounds nothing
     best = p.max(1)  # (R,): whose logit and p tell lse
-    lse = (e.to(sums) * C[best.indices].to(sums)).sum(1) - best.values.log()  # (R,)
+    lse = class_logits(e, C, best.indices) - best.values.log()  # (R,)
     p_tail = (tail_at_least(e, mean_tail, entropy) - lse).exp().unsqueeze(1)  # (R, 1)
     p_head, p_target = p[:, head], p.gather(1, target.clamp(min=0)).where(target >= 0, 0.0)  # (R, H), (R, 1)
     bound = eps * torch.maximum(p_head.sum(1, keepdim=True) + p_tail, p_target)  # (R, 1)
@@ -599,6 +599,12 @@ def head_size(V):
     return min(HEAD, -(-V // 16))
 
 
+def class_logits(E, C, classes):
+    """The logit (N,) of one of the classes (N,) for each row of E (N, D)."""
+    sums, _ = product_dtypes(E)
+    return (E.to(sums) * C[classes].to(sums)).sum(1)
+
+
 def tail_at_least(E, mean_tail, entropy):
     """What lse over the tail is at least (N,), by Gibbs' inequality; in pieces: E (N, D) in fp32 would be large."""
     rows = max(1, 2**23 // E.shape[1])
@@ -607,12 +613,11 @@ def tail_at_least(E, mean_tail, entropy):
 
 def lower_bound(E, C, x, counted, found, eps, backend):
     """lse over the head (N,), the target's logit (N,), and the logit (N,) up to which p is certainly below eps."""
-    sums, _ = product_dtypes(E)
     lse_head, _ = cce.lse_and_target(E, C[found.head], torch.full_like(x, -1), backend=backend)
     if backend == "triton":
         target_logit = cce.indexed_logits(E, C, x, None, None)
     else:
-        target_logit = (E.to(sums) * C[x.clamp(min=0)].to(sums)).sum(1)
+        target_logit = class_logits(E, C, x.clamp(min=0))
     lse_tail = tail_at_least(E, found.mean_tail, found.entropy)
     floor = torch.maximum(torch.logaddexp(lse_head, lse_tail), target_logit.where(x >= 0, -math.inf))
     return lse_head, target_logit, (floor + math.log(eps) - SLACK).where(counted, math.inf)
@@ -1640,9 +1645,9 @@ def check_lower_bound(device="cpu"):
         lse_head, target_logit, threshold = lower_bound(E, C, x, counted, found, eps, "torch")
         below = logits.logsumexp(1) + math.log(eps) - threshold
         base.require((below > 0).all().item(), f"{scale}: the bound is {-below.min()} too high")
-        alone = torch.maximum(lse_head, target_logit) + math.log(eps)
-        many, few = ((logits > bound.unsqueeze(1)).sum(1).double().mean().item() for bound in (alone, threshold))
         if scale == 0.1:
+            alone = torch.maximum(lse_head, target_logit) + math.log(eps)
+            many, few = ((logits > bound.unsqueeze(1)).sum(1).double().mean().item() for bound in (alone, threshold))
             base.require(many > V / 2 and few < V / 100, f"fresh: {few} candidates, {many} by the head alone")
         sure = (threshold - target_logit - math.log(eps)).min()
         base.require(sure > -2e-3, f"{scale}: a target's logit is above the bound by {-sure}")
