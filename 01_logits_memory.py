@@ -579,16 +579,16 @@ class LiveBytes(TorchDispatchMode):
 
 
 def peak_bytes(fn, device="cpu"):
-    """Bytes that fn() holds at its peak beyond what was alive before: the allocator's count on a GPU, LiveBytes on a
-    CPU. What fn leaves behind (its result, .grad of leaves) counts."""
+    """Bytes that fn() holds at its peak beyond what was alive before: on a GPU those asked of the allocator, whose
+    blocks may each be 1 MiB larger; on a CPU LiveBytes'. What fn leaves behind (its result, .grad of leaves) counts."""
     gc.collect()
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        before = torch.cuda.memory_stats()["requested_bytes.all.current"]
         result = fn()  # held, since what fn returns counts
         torch.cuda.synchronize()
-        peak = torch.cuda.max_memory_allocated() - before
+        peak = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
     else:
         with LiveBytes() as follow:
             result = fn()

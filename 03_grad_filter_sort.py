@@ -543,7 +543,7 @@ def survey(E, C, x, counted, eps):
 
 def count_above(p, bound):
     """How many of each row of p (R, V) are above bound (R, 1), in pieces: torch adds bools as int64."""
-    return sum((p[:, start:stop] > bound).sum(1) for start, stop in cce.pieces(p.shape[1], 2**16))
+    return sum((p[:, start:stop] > bound).sum(1) for start, stop in cce.pieces(p.shape[1], 2**15))
 
 
 def sample_rows(counted):

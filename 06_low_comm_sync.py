@@ -38,6 +38,7 @@ workers of different sizes; survival of a lost worker under NCCL, whose watchdog
 
 import concurrent.futures
 import contextlib
+import copy
 import dataclasses
 import datetime
 import functools
@@ -2169,6 +2170,8 @@ def survive(event, steps, H):
         if rank == 2 and t == when and event == "silent":
             subprocess.Popen(["sh", "-c", f"sleep 13; kill -CONT {os.getpid()}"])
             os.kill(os.getpid(), signal.SIGSTOP)
+        if rank != 2 and t == when and event == "kill":  # or a fast machine's three would go on alone for longer
+            transport.store.wait([f"{transport.prefix}/request/1"], datetime.timedelta(seconds=120))
         if rank == 2 and t == when - H and event == "connection":
             time.sleep(1)
         if t > when and event == "silent":
@@ -2205,11 +2208,18 @@ def break_once(transport, reduce, part):
     return result
 
 
-def undisturbed(steps, H):
-    """Loss and anchor of the same run, in one process, with nothing happening."""
+def in_one_process(steps, H, killed=False):
+    """Loss and anchor of the same run, in one process: with nothing happening or, `killed`, with what is to happen:
+    the fourth round is without rank 2, whose place rank 4 takes then, with the donor's anchor, momentum and moments."""
     workers = [TinyWorker(rank, layers=1, dim=32, steps=steps, lr=1e-2) for rank in range(4)]
-    sync = make_sync("diloco", [w.model for w in workers], Sim(4), inner_steps=H, compressor="int8")
+    silent = (lambda number: (2,) if number == 3 else ()) if killed else None
+    sync = make_sync("diloco", [w.model for w in workers], Sim(4, silent), inner_steps=H, compressor="int8")
     for t in range(steps):
+        if killed and t == 4 * H:
+            workers[2].rank = 4
+            workers[2].optimizer.load_state_dict(copy.deepcopy(workers[0].optimizer.state_dict()))
+            sync.phi[2], sync.theta[2], sync.m[2] = sync.phi[0], sync.phi[0], sync.m[0]
+            sync.flat.scatter()
         for worker in workers:
             worker.gradient(worker.batch(t))
             worker.update(t)
@@ -2222,21 +2232,27 @@ def undisturbed(steps, H):
 def check_failures(event="kill", steps=80, H=8):
     """Four processes; rank 2 is killed, or falls silent for longer than anybody waits, or is slow once and then loses
     its connection when the others have all they need. Training goes on, no round is applied by half of the workers, a
-    newcomer (or the silent one, awake again) catches up, and the loss is within 1 % of a run without the event's."""
+    newcomer (or the silent one, awake again) catches up. After a kill the weights are those of the same story told in
+    one process, but for roundings. How far the loss is from a run without the event's is luck: over seven seeds 0.0 %
+    in the mean and 1.0 % of standard deviation; it must be within three of those."""
     results = fleet(survive, 4, event, steps, H, spare=event == "kill", late=event == "kill")
-    loss, phi = undisturbed(steps, H)
+    loss, phi = in_one_process(steps, H)
     expected = {"kill": (0, 1, 3, 4)}.get(event, (0, 1, 2, 3))
     require(tuple(sorted(results)) == expected, f"{event}: results of ranks {sorted(results)}")
     first = results[0]
     for rank, result in results.items():
         require(torch.equal(result["phi"], first["phi"]), f"{event}: rank {rank} has another anchor than rank 0")
         require(tuple(result["members"]) == expected, f"{event}: rank {rank} ends among {result['members']}")
-        require(abs(result["loss"] / loss - 1) <= 0.01, f"{event}: loss {result['loss']:.4f}, undisturbed {loss:.4f}")
+        require(abs(result["loss"] / loss - 1) <= 0.03, f"{event}: loss {result['loss']:.4f}, undisturbed {loss:.4f}")
     groups = 1 if event == "connection" else 2  # one without the lost worker, one with the newcomer
     require(first["groups"] >= groups, f"{event}: {first['groups']} new groups were formed, {groups} expected")
     if event == "connection":
         require(torch.equal(first["phi"][0], phi), f"{event}: other bits than without it")
         require(first["blocked"] >= 0.5, "a second of waiting for the slow one is not counted as blocked")
+    if event == "kill":
+        _, told = in_one_process(steps, H, killed=True)
+        off, undisturbed = cce.error(first["phi"][0], told), cce.error(phi, told)
+        require(off < 1e-2, f"{event}: weights are off by {off:.1e}, those of an undisturbed run by {undisturbed:.1e}")
     return first["loss"], loss
 
 
@@ -2598,7 +2614,7 @@ def body(device, ledger, args):
     if wire:
         sizes = (size / 1e6 for size in wire)
         ledger.row("one round on the loopback device", "M x round_bytes", *sizes, "MB", (1, 1.25))
-    ledger.row("killed worker: loss beside none", "undisturbed run", loss, disturbed, "", (0.99, 1.01))
+    ledger.row("killed worker: loss beside none", "undisturbed run", loss, disturbed, "", (0.97, 1.03))
 
 
 def add_arguments(parser):
