@@ -554,7 +554,7 @@ class LiveBytes(TorchDispatchMode):
     def storages(tree):
         tensors = [t for t in tree_leaves(tree) if isinstance(t, torch.Tensor)]
         parts = [[t._indices(), t._values()] if t.layout is torch.sparse_coo else [t] for t in tensors]
-        return [part.untyped_storage() for part in sum(parts, [])]
+        return [part.untyped_storage() for part in sum(parts, []) if not part.is_meta]  # which is a shape alone
 
     def born(self, storage):
         key, size = storage._cdata, storage.nbytes()

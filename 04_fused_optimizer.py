@@ -6,18 +6,20 @@ The problem in one number
     needs that element of the gradient and no other. So the step can be taken tile by tile, while a tile of the
     gradient dW is still in registers (FORGE), or a slab at a time, in one small buffer. This file does both: from the
     same dW the same update, bit for bit in fp32, with at most 32 MiB of gradient on a GPU for a model of any size. And
-    it has a rule that needs no clipping, Muon, for which one whole dW is there at a time.
+    it has two rules with one moment in place of two: Adam-mini, for which whole rows of dW are there at a time, and
+    Muon, which needs no clipping, for which one whole dW is.
 
 The maths                                  W (M, K) weight, X (N, K) its inputs, dY (N, M) gradient of its outputs
     dX = dY W           with the OLD weight: it has to be formed before W is touched
     dW = dY^T X         a sum over all N tokens: a tile of it is final only when all of them are in
     AdamW               m += (1 - b1) (dW - m)      v = b2 v + (1 - b2) dW^2      the rest uses lr, step t and decay:
                         W = W (1 - lr decay) - lr / (1 - b1^t) * m / (sqrt(v / (1 - b2^t)) + eps)
+    Adam-mini           the same with one v for a row:      v = b2 v + (1 - b2) mean(dW^2 along the row)
     Muon                m += (1 - b) (dW / |dW| - m)        U V^T of the SVD of m, nearly, by products of matrices:
                         W = W (1 - lr decay) - lr sqrt(max(1, M / K)) U V^T
-  Any rule whose new W[i, j] depends on dW[i, j] alone can be fused: SGD with momentum, AdamW, Lion (exercise 1). Muon
-  wants all of dW of ONE matrix, and gets it: it is stepped inside backward, too, and needs no clipping. Adafactor,
-  LAMB, LARS and Shampoo read rows, columns or norms of dW, and are not here.
+  Any rule whose new W[i, j] depends on dW[i, j] alone can be fused: SGD with momentum, AdamW, Lion (exercise 1).
+  Adam-mini wants rows of dW, Muon all of dW of ONE matrix, and they get it: they are stepped inside backward, too.
+  Adafactor, LAMB, LARS and Shampoo read columns or norms of dW, or more than one matrix of its size, and are not here.
 
 The ladder
     v1  hook: autograd makes a layer's dW, a hook takes the step and drops it. One layer's gradient at a time (LOMO).
@@ -26,7 +28,8 @@ The ladder
         is used again and again; one kernel makes the whole step of that block in one pass.
     v3  FORGE: each program sums its tile of dW over all tokens in registers and takes the step there. dW is nowhere.
     plan_update chooses by shape, tokens and layout, from a table of what was measured; handle.plans says what it chose.
-    Muon's plan is always one whole fp32 dW (of experts: as many as a slab holds), also where it is larger than a slab.
+    Adam-mini's slabs are of whole rows. Muon's plan is always one whole fp32 dW (of experts: as many as a slab holds),
+    also where it is larger than a slab.
 Beyond the paper
     The classifier   forge_classifier joins this with 02 and 03: a slice of the vocabulary's logits becomes G, G makes
                      its part of dE with the old classifier, and the step of that slice. Neither the logits nor dC, the
@@ -39,7 +42,7 @@ State layouts (bytes a parameter with AdamW, without the gradient)
     master  W in bf16 for the products, an fp32 master copy, m and v in fp32                             14
     bf16    W, m and v in bf16, rounded stochastically: right on average, or small updates would vanish   6
     int8    W in bf16, rounded stochastically; m and v as 8-bit codes with a scale per 128 elements       4.06
-  With Muon, which has no v, 8, 10, 4 and 3.03.
+  With Muon, which has no v, and Adam-mini, which has 4 bytes of it a row, 8, 10, 4 and 3.03.
 
 How to launch
     python 04_fused_optimizer.py                         checks, bytes, times; a minute on a CPU, three on a GPU
@@ -49,8 +52,8 @@ How to launch
 References
     FORGE, arXiv 2606.22932: the step in the epilogue of the gradient's matrix product. We had its abstract only; what
     is below it (random numbers, codes, order of operations, slabs) is our own derivation.
-    LOMO, arXiv 2306.09782 (one gradient alive at a time). AdamW, arXiv 1711.05101. Muon: K. Jordan, 2024 (coefficients,
-    Nesterov, the factor of the shape), and arXiv 2502.16982 (decay, large models).
+    LOMO, arXiv 2306.09782 (one gradient alive at a time). AdamW, arXiv 1711.05101. Adam-mini, arXiv 2406.16793. Muon:
+    K. Jordan, 2024 (coefficients, Nesterov, the factor of the shape), and arXiv 2502.16982 (decay, large models).
     8-bit Optimizers via Block-wise Quantization, arXiv 2110.02861. Philox: Parallel Random Numbers, SC 2011.
 
 Left out on purpose: a warp-specialised v3 in Gluon (an interface that changes with every release); a classifier's
@@ -117,7 +120,8 @@ def check_hyperparameters(rule, *decays):
 
 
 # A rule has scalars(lr, step), up to seven numbers s, and update(p, g, m, v, s) -> new p, m, v: tensors of one shape in
-# fp32 (or fp64); v is None for rules with one moment.
+# fp32 (or fp64); v is None for rules with one moment. needs: how much of dW it has to see to step one element: that
+# "element", its "row", or the whole "matrix".
 #
 # The numbers that change from step to step are computed on the host, in fp64: in fp32, 1 - 0.999^t is off by 1e-5. The
 # device reads them from one small tensor, so that no kernel is compiled anew and a CUDA graph can be replayed.
@@ -131,7 +135,7 @@ class AdamW:
     eps: float = 1e-8
     weight_decay: float = 0.01
     moments = ("m", "v")
-    code, elementwise = 0, True
+    code, needs = 0, "element"
 
     def __post_init__(self):
         check_hyperparameters(self, *self.betas)
@@ -148,6 +152,31 @@ class AdamW:
         return fma(m / (root(v) * s[4] + s[5]), s[6], p * s[0]), m, v
 
 
+# In AdamW's update, m / sqrt(v), the second moment is a rate for each element. Adam-mini asks how many rates there have
+# to be, and answers: one for each block of the Hessian, whose eigenvalues differ much less inside of a block than
+# between blocks. Blocks are rows: of a matrix (M, K) the K weights of one output; of embedding and classifier one
+# token's. v is then the mean of dW^2 along the row, M numbers instead of M K:
+#
+#     dW = [ .3  -.1   .2 ]      AdamW      dW^2 = [ .09  .01  .04 ]      Adam-mini   [ .0467 ]
+#          [ 4.   0.   3. ]                        [ 16.  0.   9.  ]                  [ 8.33  ]
+#
+# (The paper groups q and k by heads; ours go by rows as all others.) Rates and decay are AdamW's.
+
+
+@dataclass(frozen=True)
+class AdamMini(AdamW):
+    """AdamW with one second moment for a row, arXiv 2406.16793. The v (R, 1) that update() is given has moved already,
+    by move_rows(), which sees whole rows."""
+
+    moments = ("m",)
+    code, needs = 0, "row"
+
+    @staticmethod
+    def update(p, g, m, v, s):
+        m = fma(g - m, s[1], m)
+        return fma(m / (root(v) * s[4] + s[5]), s[6], p * s[0]), m, None
+
+
 @dataclass(frozen=True)
 class SGD:
     """Heavy-ball momentum, weight decay added to the gradient: torch.optim.SGD(foreach=False)."""
@@ -155,7 +184,7 @@ class SGD:
     momentum: float = 0.9
     weight_decay: float = 0.0
     moments = ("m",)
-    code, elementwise = 1, True
+    code, needs = 1, "element"
 
     def __post_init__(self):
         check_hyperparameters(self, self.momentum)
@@ -177,7 +206,7 @@ class Muon:
     momentum: float = 0.95
     weight_decay: float = 0.0
     moments = ("m",)
-    code, elementwise = 2, False
+    code, needs = 2, "matrix"
 
     def __post_init__(self):
         check_hyperparameters(self, self.momentum)
@@ -190,7 +219,7 @@ class Muon:
         return fma(g, s[3], p * s[0]), None, None
 
 
-RULES = (AdamW, SGD, Muon)
+RULES = (AdamW, AdamMini, SGD, Muon)
 NOT_HERE = {
     "adafactor": "sums over rows and columns of the squared gradient", "lamb": "scales by the norm of the update",
     "lars": "scales by the norm of the gradient", "shampoo": "multiplies by matrices made of the whole gradient",
@@ -205,7 +234,7 @@ def check_rule(rule):
     why = NOT_HERE.get(name.lower())
     if why:
         raise ValueError(f"rule {name} is not element-wise: it {why}, so no tile can be stepped alone: skip=... those")
-    raise ValueError(f"rule is {rule!r}: pass AdamW(...), SGD(...) or Muon(...) of this file")
+    raise ValueError(f"rule is {rule!r}: pass AdamW(...), AdamMini(...), SGD(...) or Muon(...) of this file")
 
 
 # ==== 2. Muon: a rule that wants a whole matrix, and what it gives for that ===========================================
@@ -308,7 +337,8 @@ BORDERS = {"fp32": 1, "master": 1, "bf16": 8, "int8": GROUP}
 
 
 def state_bytes(rule, layout):
-    """Bytes a parameter that the optimizer holds beside W: master copy, moments, and the scales of 8-bit codes."""
+    """Bytes a parameter that the optimizer holds beside W: master copy, moments, and the scales of 8-bit codes. (Not
+    Adam-mini's 4 a row.)"""
     form = LAYOUTS[layout]
     moments = sum(dtype.itemsize for _, dtype in zip(rule.moments, form.moments, strict=False))
     return 4 * form.master + moments + (4 * len(rule.moments) / GROUP if layout == "int8" else 0)
@@ -531,6 +561,7 @@ class Fields(NamedTuple):
     master: torch.Tensor | None  # (M, K)
     m: torch.Tensor | None  # (M, K)
     v: torch.Tensor | None  # (M, K)
+    row_v: torch.Tensor | None  # (M,), of Adam-mini
     m_scale: torch.Tensor | None  # (M, groups)
     v_scale: torch.Tensor | None  # (M, groups)
     scalars: torch.Tensor  # of this step: up to seven of the rule, and a factor for the gradient
@@ -571,6 +602,14 @@ def adamw_tile(p, g, m, v, a, EXACT: tl.constexpr):
     v = fused_multiply_add(g * g, a[3], v * a[2])
     denominator = square_root(v, EXACT) * a[4] + a[5]
     return fused_multiply_add(quotient(m, denominator, EXACT), a[6], p * a[0]), m, v
+
+
+@triton.jit
+def mini_tile(p, g, m, v, a, EXACT: tl.constexpr):
+    """v (ROWS, 1), moved already."""
+    m = fused_multiply_add(g - m, a[1], m)
+    denominator = tl.broadcast_to(square_root(v, EXACT) * a[4] + a[5], m.shape)
+    return fused_multiply_add(quotient(m, denominator, EXACT), a[6], p * a[0]), m
 
 
 @triton.jit
@@ -704,7 +743,10 @@ def update_tile(
                 v = root * root
             v = v.to(tl.float32)
         g *= scalars[7]  # clipping
-        if RULE == 0:
+        if s.row_v is not None:
+            v = tl.load(s.row_v + rows, mask=rows < row_stop, other=1.0)[:, None]
+            p, m = mini_tile(old, g, m, v, scalars, EXACT)
+        elif RULE == 0:
             p, m, v = adamw_tile(old, g, m, v, scalars, EXACT)
         else:
             p, m = sgd_tile(old, g, m, scalars)
@@ -867,23 +909,47 @@ def listed_kernel(
     record(s, squares, change)
 
 
+# Adam-mini's v of a row has to move before its first tile is stepped: a first pass over the lists sums their squares.
+
+
+@triton.jit
+def listed_squares_kernel(
+    c, squares, M, K, ROWS: tl.constexpr, COLS: tl.constexpr, ENTRIES: tl.constexpr, SPAN: tl.constexpr,
+):
+    """squares (M, programs a row): of the gradient that Columns c stand for, the sum of squares of SPAN tiles."""
+    row, first, stop = column_span(K, ROWS, COLS, SPAN)
+    rows, across = row + tl.arange(0, ROWS), tl.cdiv(K, SPAN * COLS)
+    lists, total = column_lists(c, rows, M), tl.zeros((ROWS,), tl.float32)
+    for col in range(first, stop, COLS):
+        g = column_tile(c, lists, col, K, ROWS, COLS, ENTRIES)
+        total += tl.sum(g * g, 1)
+    tl.store(squares + rows * across + first // (SPAN * COLS), total, mask=rows < M)
+
+
 # ==== 7. A weight with its state: the three rungs ====================================================================
 
 
 class Ranks(NamedTuple):
-    """Of a matrix that is cut over ranks, of which each takes part in Muon's step: functions that sum a tensor over the
-    ranks, join their parts to the whole matrix, and take this rank's part of that (05's ranks_of)."""
+    """Of a matrix that is cut over ranks, of which each takes part in the step of a rule that needs more than elements:
+    columns of the whole matrix; functions that sum a tensor over the ranks, join their parts to the whole matrix, and
+    take this rank's part of that (05's ranks_of)."""
 
+    columns: int
     total: Callable
     join: Callable
     own_part: Callable
+
+
+def row_norms(gradient):
+    """(R, K) -> (R,) fp32."""
+    return torch.linalg.vector_norm(gradient, dim=1, dtype=torch.float32)
 
 
 class State:
     """The optimizer's state of one weight (M, K), and its steps. Made by Forge; `weight` is changed in place.
 
     tensors: what a checkpoint has to hold beside the weight itself: "master" (M, K) fp32, "m", "v" (M, K) in the
-    layout's dtypes, "m_scale", "v_scale" (M, groups) fp32, as far as rule and layout have them."""
+    layout's dtypes, "m_scale", "v_scale" (M, groups) fp32, "row_v" (M,) fp32, as far as rule and layout have them."""
 
     def __init__(self, handle, name, weight, rule, scalars, origin, telemetry, matrices=1, ranks=None):
         self.handle, self.name, self.weight, self.rule = handle, name, weight, rule
@@ -898,7 +964,9 @@ class State:
             self.tensors[moment] = torch.zeros(M, K, dtype=dtype, device=device)
             if handle.layout == "int8":
                 self.tensors[f"{moment}_scale"] = torch.zeros(M, math.ceil(K / GROUP), device=device)
-        optional = {key: self.tensors.get(key) for key in ("master", "m", "v", "m_scale", "v_scale")}
+        if rule.needs == "row":
+            self.tensors["row_v"] = torch.zeros(M, device=device)
+        optional = {key: self.tensors.get(key) for key in ("master", "m", "v", "row_v", "m_scale", "v_scale")}
         self.fields = Fields(
             W=weight.detach(), **optional, scalars=scalars, key=handle.key, telemetry=telemetry,
             place=torch.tensor([self.number, *origin], device=device), K=K, groups=math.ceil(K / GROUP),
@@ -939,12 +1007,14 @@ class State:
         return type(None), ()
 
     def step(self, gradient, row=0, col=0):
-        """One step of the block of W at (row, col) that `gradient` (R, C), any float dtype, belongs to: with Muon whole
-        matrices.
+        """One step of the block of W at (row, col) that `gradient` (R, C), any float dtype, belongs to: with Adam-mini
+        whole rows, with Muon whole matrices.
 
         Blocks of a step must not overlap. ValueError when it is not armed, or the block does not lie in W on a border
-        of 128 columns (int8) or 8 (bf16), or with Muon of a matrix."""
+        of 128 columns (int8) or 8 (bf16), or is less than the rule needs."""
         self.check_block(row, col, gradient.shape)
+        if self.rule.needs == "row":
+            self.move_rows(row_norms(gradient), row)
         if not isinstance(self.rule, Muon):
             self.step_block(self.fields, gradient, row, col)
         elif gradient.data_ptr() == self.handle.slab.data_ptr():
@@ -966,6 +1036,15 @@ class State:
         step_kernel[grid](
             gradient, fields, row, col, row + R, col + C, gradient.stride(0), **self.options(), **tiles
         )
+
+    def move_rows(self, norms, row=0):
+        """Adam-mini's v moves in the rows from `row` on, whose gradient has these norms (R,). Where columns are cut
+        over ranks, a row's mean is that of all its parts."""
+        squares, columns, ranks = (norms * self.fields.scalars[7]).square_(), self.fields.K, self.ranks
+        if ranks and ranks.columns != columns:
+            squares, columns = ranks.total(squares), ranks.columns
+        b2 = self.rule.betas[1]
+        self.fields.row_v[row : row + len(norms)].mul_(b2).add_(squares, alpha=(1 - b2) / columns)
 
     def orthogonal_update(self, gradient, row):
         """Muon's first half, for the whole matrices whose rows begin at `row`: moves their momentum by their gradient
@@ -994,7 +1073,7 @@ class State:
         only = factors[0] if len(factors) == 1 else None
         if isinstance(only, Whole):
             self.plan = None
-            size = len(self.weight) if self.rule.elementwise else self.handle.plan(self, None).rows
+            size = self.handle.plan(self, None).rows if self.rule.needs == "matrix" else len(self.weight)
             for start, stop in cce.pieces(len(self.weight), size):
                 self.step(only.gradient[start:stop], start)
             return
@@ -1109,13 +1188,19 @@ class State:
     def step_listed(self, columns):
         """The step of all of W by 03's Columns: the gradient of each row is summed, and used, in registers. Needs
         Triton's kernels. ValueError as for step."""
-        self.check_block(0, 0, self.weight.shape, fused=True)
-        programs, options = filtering.column_options(columns, *self.weight.shape)
-        listed_kernel[(programs,)](columns, self.fields, *self.weight.shape, **self.options(), **options)
+        self.check_block(0, 0, self.weight.shape, fused=self.rule.needs == "matrix")
+        (M, K), (programs, options) = self.weight.shape, filtering.column_options(columns, *self.weight.shape)
+        if self.rule.needs == "row":
+            across = triton.cdiv(K, options["COLS"] * options["SPAN"])
+            squares = torch.empty(M, across, device=self.weight.device)
+            listed_squares_kernel[(programs,)](columns, squares, M, K, **options)
+            self.move_rows(root(squares.sum(1)))
+        listed_kernel[(programs,)](columns, self.fields, M, K, **self.options(), **options)
         self.written()
 
     def check_block(self, row, col, shape, fused=False):
-        """ValueError unless the handle is armed and a block of this shape can be stepped at (row, col)."""
+        """ValueError unless the handle is armed and a block of this shape can be stepped at (row, col). fused: from
+        tiles that see no more than themselves."""
         M, K = self.weight.shape
         if not self.handle.armed:
             raise ValueError(f"step of {self.name}: not armed: call arm(lr, step) first")
@@ -1124,6 +1209,9 @@ class State:
         if isinstance(self.rule, Muon) and (row % self.rows or shape[0] % self.rows or shape[1] != K or fused):
             raise ValueError(f"block of {tuple(shape)} at ({row}, {col}) of {self.name}: Muon takes matrices of "
                              f"{self.rows} x {K} as a whole: step() those, or give the weight another rule")
+        if self.rule.needs == "row" and (shape[1] != K or fused):
+            raise ValueError(f"block of {tuple(shape)} at ({row}, {col}) of {self.name}: Adam-mini takes rows of {K} "
+                             "as a whole: step() those, or give the weight another rule")
         border, stop = BORDERS[self.handle.layout], col + shape[1]
         if col % border or (stop % border and stop < K):
             raise ValueError(f"columns {col} to {stop}: {self.handle.layout} can be cut at multiples of {border}")
@@ -1165,6 +1253,8 @@ def torch_step(state, f, gradient, row, col):
             g = g if plain else g * scalars[7]
         if f.v is not None:
             v = f.v[at].float() if f.v_scale is None else decode_v(f.v[at], f.v_scale[scale_at])
+        if f.row_v is not None:
+            v = f.row_v[at[0]].unsqueeze(1)  # (R, 1)
         p, m, v = state.rule.update(old, g, m, v, scalars)
         state.telemetry[1, 0] = torch.maximum(state.telemetry[1, 0], (p - old).abs().max())  # keeps a NaN
         if f.master is not None:
@@ -1341,7 +1431,7 @@ class Forge:
 
     weights: {name: Parameter (M, K)}, fp32 or bf16; they take the layout's dtype. rules: {name: its rule}, of those
     that have another than `rule`. matrices: {name: how many matrices lie in it, one below the other}, for Muon (1).
-    ranks: {name: Ranks} of what has Muon and is cut over ranks. origins: {name: (row, column)} of a
+    ranks: {name: Ranks} of what has Muon or Adam-mini and is cut over ranks. origins: {name: (row, column)} of a
     shard's first element in the whole weight, whose name it then carries: shards make the codes and the noise of the
     whole. data_parallel: number of processes whose gradients would have to be summed (default: all of
     torch.distributed); more than one is refused, as backward has no gradient to reduce. rung: "auto", or one of
@@ -1393,10 +1483,11 @@ class Forge:
         self.check_group()
         largest = 0
         for name, (M, K) in {name: weight.shape for name, weight in weights.items()}.items():
+            in_rows = rules[name].needs == "row"
             if isinstance(rules[name], Muon):
                 plan = plan_matrices(M, K, matrices.get(name, 1), slab)
-            elif self.rung in ("auto", "slab"):
-                plan = plan_update(M, K, 0, layout, "slab", slab, gradient.itemsize, name in by_rows)
+            elif self.rung in ("auto", "slab") or in_rows and self.rung == "fused":
+                plan = plan_update(M, K, 0, layout, "slab", slab, gradient.itemsize, name in by_rows or in_rows)
             else:
                 continue
             largest = max(largest, plan.rows * plan.cols)
@@ -1442,9 +1533,10 @@ class Forge:
         if isinstance(state.rule, Muon):
             M, K = state.weight.shape
             return plan_matrices(M, K, M // state.rows, self.slab_bytes)
-        rung = "slab" if N is None and self.rung != "hook" else self.rung
+        in_rows = state.rule.needs == "row" and self.rung != "hook"
+        rung = "slab" if N is None and self.rung != "hook" or in_rows else self.rung
         sizes = self.slab_bytes, self.gradient.itemsize
-        return plan_update(*state.weight.shape, N, self.layout, rung, *sizes, state.by_rows)
+        return plan_update(*state.weight.shape, N, self.layout, rung, *sizes, state.by_rows or in_rows)
 
     def buffer(self, elements, dtype):
         """Room for a slab: the one that is kept from step to step, where that will do."""
@@ -1748,7 +1840,7 @@ def weight_update(state, factor):
     handle = state.handle
     if handle.stashing:
         state.keep(factor)
-    elif handle.armed and not (handle.rung == "hook" and isinstance(factor, Product) and state.rule.elementwise):
+    elif handle.armed and not (handle.rung == "hook" and isinstance(factor, Product) and state.rule.needs != "matrix"):
         state.refuse_second()
         state.consume([factor])
     else:
@@ -1894,15 +1986,15 @@ WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel
 def forge(model, rule, layout="fp32", *, skip=(), embeddings=False, classifier=None, **options):
     """Convert the nn.Linear modules of a model in place and return its Forge handle.
 
-    rule: AdamW(...), SGD(...) or Muon(...), and as an option `rules`, {name of a weight: another}; layout: "fp32",
-    "master", "bf16", "int8"; skip: names of modules to leave alone, with all that is in them; embeddings: nn.Embedding
-    modules, too; classifier: the name of a parameter (V, D) that is only used in forge_classifier; options: those of
-    Forge. Weights take the layout's dtype. handle.ordinary names every other trainable parameter (norms, biases): give
-    those to an ordinary optimizer. ValueError when the model is wrapped for data parallelism or forged already, a
-    weight is tied to something that is not converted, or a name does not exist; the model is then as it was. Weights
-    tied to each other need stash() and release(), see there. Modules of derived classes, or whose weight is no
-    Parameter of theirs (parametrized, pruned), are left to the ordinary optimizer; those with an attribute `forged`
-    (07's experts) take their weight's step themselves.
+    rule: AdamW(...), AdamMini(...), SGD(...) or Muon(...), and as an option `rules`, {name of a weight: another};
+    layout: "fp32", "master", "bf16", "int8"; skip: names of modules to leave alone, with all that is in them;
+    embeddings: nn.Embedding modules, too; classifier: the name of a parameter (V, D) that is only used in
+    forge_classifier; options: those of Forge. Weights take the layout's dtype. handle.ordinary names every other
+    trainable parameter (norms, biases): give those to an ordinary optimizer. ValueError when the model is wrapped for
+    data parallelism or forged already, a weight is tied to something that is not converted, or a name does not exist;
+    the model is then as it was. Weights tied to each other need stash() and release(), see there. Modules of derived
+    classes, or whose weight is no Parameter of theirs (parametrized, pruned), are left to the ordinary optimizer; those
+    with an attribute `forged` (07's experts) take their weight's step themselves.
 
         handle = forge(model, AdamW(weight_decay=0.1), "master", skip=["head"])  # or rules=dict.fromkeys(names, Muon())
         others = torch.optim.AdamW(handle.ordinary.values(), lr=lr)
@@ -2046,6 +2138,67 @@ def check_exact(device="cpu", M=150, K=300, N=50, seed=0, dtype=torch.float32):
                 for key, tensor in (handle["weight"].tensors | {"weight": weight}).items():
                     wrong = int((tensor != want[key]).sum())
                     base.require(wrong == 0, f"{name}, {layout}, {rung}, {backend}: {wrong} elements of {key} differ")
+
+
+def mini_by_hand(W, gradients, rate, rule):
+    """fp64: W (M, K), m, v (M,) after steps with these gradients (M, K) at rates rate, 2 rate, ..."""
+    (b1, b2), W = rule.betas, W.double()
+    m, v = torch.zeros_like(W), torch.zeros_like(W[:, 0])
+    for t, g in enumerate(gradients, 1):
+        m = b1 * m + (1 - b1) * g.double()
+        v = b2 * v + (1 - b2) * g.double().square().mean(1)
+        unbiased = (v / (1 - b2**t)).sqrt().unsqueeze(1)
+        W = (1 - t * rate * rule.weight_decay) * W - t * rate / (1 - b1**t) * m / (unbiased + rule.eps)
+    return W, m, v
+
+
+def check_mini(device="cpu", M=150, K=136, N=50, seed=0):
+    """Adam-mini in all layouts: in fp32 and master as fp64 by hand gives it, to 1e-5, also of a clipped gradient; all
+    ways make the same bits; slabs are of whole rows in every rung, and what is less is refused."""
+    W, data = whole_numbers(N, M, K, device, seed=seed)
+    data = [(X, dY * torch.logspace(-2, 1, M, device=device)) for X, dY in data]
+    gradients, rule, rate = [dY.T @ X for X, dY in data], AdamMini(eps=0.5, weight_decay=0.1), 0.02
+    for layout in LAYOUTS:
+        first = {}
+        for (rung, backend), way in itertools.product(rungs(device), ("arm", "stash", "gradients", "clip")):
+            title = f"Adam-mini, {layout}, {rung}, {backend}, {way}"
+            slow = INTERPRETED and backend == "triton"
+            if (rung != "slab" and (way != "arm" or slow and layout != "fp32")) or slow and way != "arm":
+                continue  # the same
+            if LAYOUTS[layout].weight == torch.bfloat16 and (way == "gradients" or rung == "hook"):
+                continue  # there autograd rounds the gradient
+            weight, handle = forged(W, rule, layout, rung, backend)
+            state = handle["weight"]
+            for t, (X, dY) in enumerate(data, 1):
+                if way == "arm":
+                    take_step(weight, handle, X, dY, rate * t, t)
+                elif way == "gradients":
+                    weight.grad = gradients[t - 1]
+                    handle.step_gradients(rate * t, t)
+                else:
+                    handle.stash()
+                    state.keep(Product(dY, X))
+                    clip = 0.5 * gradients[t - 1].double().norm().item() if way == "clip" else 0.0
+                    base.require(handle.release(rate * t, t, clip), f"{title}: no step")
+            if way == "arm" and rung != "hook":
+                whole = state.plan == Plan("slab", 128, K, 4 * 128 * K)
+                base.require(whole, f"{title}: {state.plan} is not of whole rows")
+            got = state.tensors | {"weight": weight.detach()}
+            if way != "clip":
+                same = first.setdefault(backend if torch.device(device).type == "cuda" else "all", got)
+                for name, tensor in got.items():
+                    base.require(torch.equal(tensor, same[name]), f"{title}: {name} differs")
+            exact = mini_by_hand(W, [g * (0.5 if way == "clip" else 1.0) for g in gradients], rate, rule)
+            m, result = read_m(state.fields, ..., ...), got.get("master", weight.detach())
+            pairs = dict(m=(m, exact[1]), v=(state.fields.row_v, exact[2]), W=(result - W, exact[0] - W))
+            for name, (a, b) in pairs.items():
+                narrow, off = layout in ("bf16", "int8"), cce.error(a, b)  # W rounds by chance there
+                limit = {"m": 2e-2, "v": 1e-5, "W": math.inf}[name] if narrow else 1e-5
+                base.require(off < limit, f"{title}: {name} is off by {off:.1e}")
+            handle.arm(rate, 9)
+            for block, col in ((W[:, :8], 0), (W[:8, 8:], 8)):
+                must_raise(f"rows of {K} as a whole", lambda block=block, col=col: state.step(block, 0, col))  # noqa: B023
+            must_raise(f"rows of {K} as a whole", lambda: state.step_fused(W[:8, :8], W[:8]))  # noqa: B023
 
 
 def muon_update(U):
@@ -2788,13 +2941,13 @@ def check_embedding(device="cpu", N=90, V=50, K=136):
     and in its output it is nn.Embedding."""
     generator = torch.Generator().manual_seed(0)
     W = 0.02 * torch.randn(V, K, generator=generator).to(device)
-    for layout in LAYOUTS:
+    for layout, rule in [*((layout, AdamW(weight_decay=0.1)) for layout in LAYOUTS), ("int8", AdamMini())]:
         for rung, backend in [("slab", backend) for backend in cce.backends(device)]:
             model = nn.Sequential(nn.Embedding(V, K)).to(device)
             model[0].weight.data.copy_(W)
             options = dict(rung=rung, backend=backend, slab=4 * 128 * 256)
-            handle = forge(model, AdamW(weight_decay=0.1), layout, embeddings=True, **options)
-            twin, other = forged(W, AdamW(weight_decay=0.1), layout, "slab", backend, "0.weight")
+            handle = forge(model, rule, layout, embeddings=True, **options)
+            twin, other = forged(W, rule, layout, "slab", backend, "0.weight")
             theirs = nn.Parameter(W.clone())
             library = library_step(AdamW(weight_decay=0.1), theirs)
             for step in (1, 2):
@@ -3081,6 +3234,13 @@ class _Fp32Scalars(AdamW):
         return a
 
 
+class _MeanOfM(State):
+    def move_rows(self, norms, row=0):
+        """By the momentum's squares, as it was before this step."""
+        rows = slice(row, row + len(norms))
+        super().move_rows(row_norms(read_m(self.fields, rows, rows)), row)
+
+
 class _WithoutDecay(AdamW):
     def scalars(self, lr, step):
         return 1.0, *super().scalars(lr, step)[1:]
@@ -3150,6 +3310,8 @@ def _codes_stay(f, at, scale_at, m, noise, write=write_m):
 
 # name: (the check that must catch it, what is replaced, the bug)
 BREAKS = {
+    "down-the-columns": (check_mini, "row_norms", lambda G: torch.linalg.vector_norm(G, dim=0).repeat(2)[: len(G)]),
+    "mean-of-m": (check_mini, "State", _MeanOfM),
     "one-stack": (check_muon, "matrices_of", lambda U, rows: U),
     "never-turned-back": (check_orthogonal, "orthogonal", _never_turned_back),
     "no-nesterov": (check_muon, "look_ahead_torch", lambda g, m, momentum: m),
@@ -3509,7 +3671,7 @@ def measure_traffic(device, ledger, M=8192, K=8192):
         ledger.row(f"{layout}: moved by the step", "2 state + W + dW", predicted, moved, "B", None)
 
 
-CHECKS = [check_exact, check_orthogonal, check_muon, check_muon_use, check_fidelity, check_input_gradient]
+CHECKS = [check_exact, check_mini, check_orthogonal, check_muon, check_muon_use, check_fidelity, check_input_gradient]
 CHECKS += [check_rounding, check_shards, check_codes, check_linear]
 CHECKS += [check_telemetry, check_resume, check_misuse, check_memory, check_classifier, check_classifier_use]
 CHECKS += [check_slices, check_embedding, check_stash, check_factors, check_release, check_classifier_memory]

@@ -634,11 +634,13 @@ def gather_factors(handle, group):
 
 
 def ranks_of(p, group):
-    """04's Ranks of a parameter that was cut over this group: Muon's update of the whole matrix is made by every rank,
-    from their parts of the momentum's look ahead: muon_traffic."""
+    """04's Ranks of a parameter that was cut over this group. Muon's update of the whole matrix is made by every rank,
+    from their parts of the momentum's look ahead: muon_traffic. Adam-mini adds up the squares of a row whose columns
+    are cut: an all-reduce of M numbers."""
     own_part = lambda whole: whole.chunk(size(group), p.cut)[rank_in(group)]  # noqa: E731
-    return forging.Ranks(functools.partial(all_reduce, group=group), functools.partial(gather, group=group, dim=p.cut),
-                         own_part)
+    columns = p.shape[1] * (size(group) if p.cut == 1 else 1)
+    return forging.Ranks(columns, functools.partial(all_reduce, group=group),
+                         functools.partial(gather, group=group, dim=p.cut), own_part)
 
 
 def muon_traffic(M, K, n, itemsize=2):
@@ -3056,17 +3058,19 @@ def check_forge():
 
 
 @on_ranks
-def check_muon():
-    """Muon of a matrix that is cut by rows or columns. In fp64 the joined update is that of the whole matrix, bit for
-    bit; steps in fp32 (products on a GPU in bf16) are as close to fp64 by hand as those of the whole matrix; the bytes
-    sent are those of the formula."""
+def check_wide_rules():
+    """Muon and Adam-mini of a matrix that is cut by rows or columns. In fp64 Muon's joined update is that of the whole
+    matrix, bit for bit; steps in fp32 (products on a GPU in bf16) are as close to fp64 by hand as those of the whole
+    matrix; the bytes sent are those of the formulas."""
     n = dist.get_world_size()
     group = mesh(tp=n).tp
-    M, K, T, rule = 8 * n, 24 * n, 16, forging.Muon(weight_decay=0.1)
+    M, K, T, muon, mini = 8 * n, 24 * n, 16, forging.Muon(weight_decay=0.1), forging.AdamMini(weight_decay=0.1)
     W, data = forging.whole_numbers(T, M, K, "cpu", steps=3)
-    exact = forging.muon_by_hand(W[None], [(dY.T @ X)[None] for X, dY in data], 0.02, 0.1)[0][0].to(here())
+    gradients = [dY.T @ X for X, dY in data]
+    exact = {muon: forging.muon_by_hand(W[None], [g[None] for g in gradients], 0.02, 0.1)[0][0].to(here()),
+             mini: forging.mini_by_hand(W, gradients, 0.02, mini)[0].to(here())}
 
-    def trained(dim, group):
+    def trained(rule, dim, group):
         holder = nn.Linear(K, M, bias=False, device=here())
         holder.weight.data.copy_(W)
         if group is not None:
@@ -3081,7 +3085,7 @@ def check_muon():
             holder(X.requires_grad_()).backward(dY)
         return holder.weight.detach()
 
-    whole_matrix = trained(0, None)
+    whole_matrix = {rule: trained(rule, 0, None) for rule in exact}
     for dim in (0, 1) if n > 1 else ():
         part = nn.Parameter(W)
         part.cut, U = dim, W.double().to(here())
@@ -3089,11 +3093,14 @@ def check_muon():
         pick = lambda tensor, dim=dim: tensor.chunk(n, dim)[rank_in(group)]  # noqa: E731
         joined = ranks.own_part(forging.orthogonal(ranks.join(pick(U))))
         require(torch.equal(joined, pick(forging.orthogonal(U.clone()))), f"cut {dim}: another update in fp64")
-        got, start = trained(dim, group), pick(W.to(here())).double()
-        traffic, planned = sum(sent.values()), len(data) * muon_traffic(M, K, n, 2 if here().type == "cuda" else 4)
-        require(traffic == planned, f"cut {dim}: {traffic} bytes sent, predicted {planned}")
-        moved = [w.double() - start for w in (got, pick(whole_matrix), pick(exact))]
-        cce.require_as_good(f"Muon, cut {dim}", *moved, 1e-5)
+        start = pick(W.to(here())).double()
+        a_step = {muon: muon_traffic(M, K, n, 2 if here().type == "cuda" else 4), mini: dim * 2 * 4 * M * (n - 1) // n}
+        for rule in exact:
+            got, name = trained(rule, dim, group), f"{type(rule).__name__}, cut {dim}"
+            moved = [w.double() - start for w in (got, pick(whole_matrix[rule]), pick(exact[rule]))]
+            cce.require_as_good(name, *moved, 1e-5)
+            traffic, planned = sum(sent.values()), len(data) * a_step[rule]
+            require(traffic == planned, f"{name}: {traffic} bytes sent, predicted {planned}")
 
 
 @on_ranks
@@ -3800,6 +3807,11 @@ def _each_its_own(p, group, ranks=ranks_of):
     return ranks(p, group)._replace(join=lambda part: part.clone(), own_part=lambda update: update)
 
 
+def _own_means(p, group, ranks=ranks_of):
+    """Adam-mini's means are over each rank's own columns."""
+    return ranks(p, group)._replace(columns=p.shape[1])
+
+
 def _no_mask(embedding, group, sequence, **where):
     """Every rank looks up something for every token."""
     start, stop = cut(embedding, "weight", 0, group, **where)
@@ -3871,7 +3883,8 @@ BREAKS = {
     "own-lse": (check_vocabulary, "join_slices", lambda lse, target, group: (lse, all_reduce(target, group))),
     "no-origin": (check_forge, "cut", _no_origin),
     "own-factors": (check_forge, "gather_factors", lambda handle, group: None),
-    "each-its-own": (check_muon, "ranks_of", _each_its_own),
+    "each-its-own": (check_wide_rules, "ranks_of", _each_its_own),
+    "own-means": (check_wide_rules, "ranks_of", _own_means),
     "no-mask": (check_forged_model, "cut_embedding", _no_mask),
     "forwards-first": (check_schedules, "SCHEDULES", SCHEDULES | {"1f1b": gpipe}),
     "lost-weights": (check_pipeline, "WeightQueue", _LastOnly),
@@ -4479,7 +4492,7 @@ def measure_uneven(total=32768, H=32, d=128):
 
 notes = []  # lines that are printed after the rows
 CHECKS = [check_groups, check_data_parallel, check_zero, check_tensor_parallel, check_vocabulary, check_forge]
-CHECKS += [check_muon, check_forged_model, check_schedules, check_pipeline, check_context, check_memory_instead]
+CHECKS += [check_wide_rules, check_forged_model, check_schedules, check_pipeline, check_context, check_memory_instead]
 CHECKS += [check_elsewhere]
 BY_ONE = [check_lean, check_simulator, check_uneven, check_flow, check_skip, check_planner, check_slow, check_keys,
           check_elastic]

@@ -832,10 +832,10 @@ def with_experts(model, **options):
         options = dict(hidden=config.width(), experts=config.experts, top_k=config.top_k) | options
     for block in model.blocks:
         block.__class__ = Block  # the same module with another mlp()
-        weight = block.up.weight
+        like = block.norm2.weight  # the matrices may still be without a place
         del block.up, block.down
-        with weight.device:
-            block.moe = MoE(config.dim, **options).to(weight.dtype)
+        with like.device:
+            block.moe = MoE(config.dim, **options).to(like.dtype)
         into_stream = block.moe.widen if options.get("bottleneck") else block.moe.down
         nn.init.normal_(into_stream.weight, std=0.02 / math.sqrt(2 * config.layers))  # as in 01
     return model

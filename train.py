@@ -16,8 +16,9 @@ What it shows
     fit; cce-filter: dE without the tiles that 03 would leave out (dC stays exact, a filtered one starves the rows of
     rare tokens); reference: of the materialised loss, for comparison.
     --rule says which step: muon (04, the default) for the layers' matrices, at --muon-lr, with AdamW for embedding,
-    classifier, norms and routers, at --lr; or adamw for all. Muon divides by the gradient's own size and is not clipped
-    by default. AdamW is, at 1: a batch of odd text can have a gradient many times as long as its neighbours'.
+    classifier, norms and routers, at --lr; adamw for all; or adam-mini for all matrices, AdamW for norms and routers.
+    Muon divides by the gradient's own size and is not clipped by default; nor is Adam-mini, whose point is memory.
+    AdamW is, at 1: a batch of odd text can have a gradient many times as long as its neighbours'.
     --optimizer says when: forge-cce (04, the default): every matrix is updated inside backward, the classifier in the
     loss itself, so that of all matrices' gradients one is there at a time. --clip, --accum and --on-nan skip need the
     norm or the sum of all gradients first: until that is known each matrix keeps the factors of its gradient (04), or
@@ -37,7 +38,9 @@ What it shows
     --compile (05's lean(), the default on GPUs): one kernel each for what lies between matrices, and norms and
     activations are made again in backward instead of kept. --recompute and --offload leave less in memory for backward:
     each layer's input, from which it runs again; or all of it elsewhere. --plan LINK names the flags that train this
-    model best on --gpus GPUs, present or not.
+    model best on --gpus GPUs, present or not; --fit GIB what one card of that size can train, and with --dry-run it
+    allows no more memory than that card has. Large models: no gradient is kept (--clip 0, one micro-batch), of one
+    moment 8 bits (--states int8): 3.03 bytes a parameter, also while the model is made.
 
 What happens to real runs
     A checkpoint is whole or absent, and the last two are kept. One run at a time writes into --out. A loss, a gradient
@@ -89,6 +92,9 @@ except ImportError:  # Windows
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 
 base = importlib.import_module("01_logits_memory")
 cce = importlib.import_module("02_cce_kernel")
@@ -99,7 +105,10 @@ low_comm = importlib.import_module("06_low_comm_sync")
 mixture = importlib.import_module("07_moe_balance")
 MIB = base.MIB
 
-# lr: AdamW's with --rule adamw, and with muon, where the layers' matrices do not need it to be small.
+# lr: AdamW's with --rule adamw (and Adam-mini's), and with muon, where the layers' matrices do not need it to be small.
+# In a step AdamW moves each of a matrix's elements by about the rate, all K of a row together: its outputs move by K
+# times that, so that the rate has to shrink as 1 / width, or wide models burst. A step of Muon is a rotation: outputs
+# move by the rate, whatever the width. With it only the classifier's rows are left to AdamW, and shrink.
 # batch None: the largest power of two, up to 64 sequences a process, whose predicted memory fits what is free.
 PRESETS = {
     "cpu": dict(layers=4, dim=128, heads=4, seq=128, batch=8, steps=400, tokens="bytes",
@@ -108,6 +117,12 @@ PRESETS = {
                        lr=dict(adamw=1e-3, muon=4e-3)),
     "gpt2-medium": dict(layers=24, dim=1024, heads=16, seq=1024, batch=None, steps=300, tokens="bigrams",
                         lr=dict(adamw=6e-4, muon=4e-3)),
+    "1b": dict(layers=16, dim=2048, heads=16, seq=1024, batch=None, steps=300, tokens="bigrams",
+               lr=dict(adamw=4e-4, muon=1.5e-3)),
+    "7b": dict(layers=32, dim=4096, heads=32, seq=1024, batch=None, steps=300, tokens="bigrams",
+               lr=dict(adamw=2e-4, muon=8e-4)),
+    "30b": dict(layers=48, dim=7168, heads=56, seq=1024, batch=None, steps=300, tokens="bigrams",
+                lr=dict(adamw=1e-4, muon=4e-4)),
 }
 MODEL_FLAGS = ("preset", "layers", "dim", "heads", "seq", "vocab", "tokens")  # fixed by a checkpoint,
 STATE_FLAGS = ("rule", "optimizer", "states", "sync", "inner_steps", "outer", "moe", "top_k")  # as are these
@@ -121,7 +136,7 @@ MUON_LR = 0.02  # peak rate, of any width
 BALANCE, BIAS_RATE = 3e-2, 3e-3  # of experts: the loss's coefficient, a bias's step; large ones, for short runs
 # Steps, also in short runs: AdamW's second moment averages 20, and a full rate before that makes it spike. Where the
 # layers have Muon a slow start only keeps large gradients for longer.
-WARMUP = {"adamw": 50, "muon": 20}
+WARMUP = {"adamw": 50, "adam-mini": 50, "muon": 20}
 SKIPS = 5  # steps that --on-nan skip leaves out in a row before it gives up
 PATIENCE = 300  # seconds until workers apart go on without one that says nothing
 KEEP = 2  # checkpoints on disk: if the newest is damaged, the one before it is tried
@@ -550,13 +565,24 @@ def spread(p):
 
 
 ADAMW, MUON = forging.AdamW(BETAS, 1e-8, WEIGHT_DECAY), forging.Muon(weight_decay=0.005)  # 0.005 x 0.02, 0.1 x 0.001
+MINI = forging.AdamMini(BETAS, 1e-8, WEIGHT_DECAY)
+LAYERS, TABLES = ("qkv.weight", "proj.weight", "up.weight", "down.weight"), ("embedding.weight", "classifier")
 
 
-def muon_matrices(model):
-    """{name: parameter} of what Muon is for, by name: embedding, classifier and routers are matrices, too, but their
-    rows are tokens and experts, which nothing should make orthogonal."""
-    layers = ("qkv.weight", "proj.weight", "up.weight", "down.weight")
-    return {name: p for name, p in model.named_parameters() if name.endswith(layers)}
+def rules_of(args):
+    """(rule of the layers' matrices, rule of embedding and classifier). Routers are matrices, too, but always AdamW's,
+    as are norms. The rows of tables are tokens, which nothing should make orthogonal: with Muon they are AdamW's."""
+    layers = {"muon": MUON, "adam-mini": MINI, "adamw": ADAMW}[args.rule]
+    return layers, MINI if args.rule == "adam-mini" and args.optimizer != "forge" else ADAMW
+
+
+def matrices_with_rules(model, args):
+    """{name: parameter}, {name: rule} of the matrices whose rule is not AdamW."""
+    layers, tables = rules_of(args)
+    rules = {name: layers if name.endswith(LAYERS) else tables for name, _ in model.named_parameters()
+             if name.endswith(LAYERS) or name in TABLES}
+    rules = {name: rule for name, rule in rules.items() if rule != ADAMW}
+    return {name: model.get_parameter(name) for name in rules}, rules
 
 
 class Optimizer:
@@ -568,10 +594,10 @@ class Optimizer:
 
     def __init__(self, model, args, group=None, origins=None):
         self.forged, self.group, model.head = None, group, None
-        muon = muon_matrices(model) if args.rule == "muon" else {}
-        options = dict(rules=dict.fromkeys(muon, MUON), seed=args.seed)
+        others, rules = matrices_with_rules(model, args)
+        options = dict(rules=rules, seed=args.seed)
         if args.tp > 1:  # experts that are spread are whole
-            options |= dict(ranks={name: parallel.ranks_of(p, group) for name, p in muon.items()})
+            options |= dict(ranks={name: parallel.ranks_of(p, group) for name, p in others.items()})
         self.inside = args.optimizer != "ordinary"
         if self.inside:
             whole = dict(embeddings=True, classifier="classifier") if args.optimizer == "forge-cce" else {}
@@ -580,18 +606,20 @@ class Optimizer:
             self.forged = forging.forge(model, ADAMW, args.states, data_parallel=summed, origins=origins, **whole,
                                         **options)
             model.head = self.forged["classifier"] if whole else None
-        elif muon:
-            experts = {name: model.get_submodule(name.rpartition(".")[0]) for name in muon}
+            if whole:  # the stream is in fp32, whatever the embedding was born in
+                self.forged["embedding.weight"].dtype = torch.float32
+        elif others:
+            experts = {name: model.get_submodule(name.rpartition(".")[0]) for name in others}
             experts = {name: getattr(module, "experts", 1) for name, module in experts.items()}
-            self.forged = forging.Forge(muon, MUON, data_parallel=1, matrices=experts, **options)
+            self.forged = forging.Forge(others, ADAMW, data_parallel=1, matrices=experts, **options)
         stepped = self.forged.states if self.forged else {}
         rest = {name: p for name, p in model.named_parameters() if name not in stepped}
         self.parameters = list((rest if self.inside else dict(model.named_parameters())).values())  # have a .grad
-        matrices, others = ([p for p in rest.values() if (p.dim() >= 2) == wanted] for wanted in (True, False))
-        groups = [dict(params=matrices, weight_decay=WEIGHT_DECAY), dict(params=others, weight_decay=0.0)]
+        decayed, not_decayed = ([p for p in rest.values() if (p.dim() >= 2) == wanted] for wanted in (True, False))
+        groups = [dict(params=decayed, weight_decay=WEIGHT_DECAY), dict(params=not_decayed, weight_decay=0.0)]
         self.ordinary = torch.optim.AdamW(groups, lr=args.lr, betas=BETAS, fused=True)  # one kernel, no temporaries
         self.clip, self.waits, self.device = args.clip, waits(args), next(model.parameters()).device
-        self.skips, self.peaks = args.on_nan == "skip", {ADAMW: args.lr} | dict.fromkeys(muon and [MUON], args.muon_lr)
+        self.skips, self.peaks = args.on_nan == "skip", {ADAMW: args.lr, MINI: args.lr, MUON: args.muon_lr or 0.0}
 
     def begin(self, step, share):
         """What the backward passes that follow belong to: step 1, 2, ... at this share of the peak rates."""
@@ -672,8 +700,8 @@ class Optimizer:
 
 def collected(tensor, p, group):
     """All of a tensor like p, of which each process of the group has a part: on the host (devices may lack the room for
-    whole models) of the first process."""
-    if not spread(p):
+    whole models) of the first process. What goes by rows of a p whose columns are cut, all have whole."""
+    if not spread(p) or p.cut == tensor.dim():
         return tensor
     whole = parallel.gather(tensor.detach(), group, p.cut)
     return whole.cpu() if parallel.rank_in(group) == 0 else tensor
@@ -681,7 +709,9 @@ def collected(tensor, p, group):
 
 def own_part(tensor, p, group):
     """This process's part of a whole tensor like p."""
-    return tensor.chunk(parallel.size(group), p.cut)[parallel.rank_in(group)].clone() if spread(p) else tensor
+    if not spread(p) or p.cut == tensor.dim():
+        return tensor
+    return tensor.chunk(parallel.size(group), p.cut)[parallel.rank_in(group)].clone()
 
 
 def sync_method(args):
@@ -803,16 +833,18 @@ def predict_memory(config, batch, accum, args, device, processes=1):
     uncut = config.parameters() - matrix_elements(config) - 2 * config.vocab * D  # norms, routers
     forged = (layers if args.optimizer != "ordinary" else 0) + (2 * V * D if both else 0)
     others = layers + 2 * V * D + uncut - forged
-    weight, muon = forging.LAYOUTS[args.states].weight.itemsize, args.rule == "muon"
-    states = layers * forging.state_bytes(MUON if muon else ADAMW, args.states)
-    states += 2 * V * D * forging.state_bytes(ADAMW, args.states if both else "fp32") + 8 * uncut
+    weight, (rule, table_rule), muon = forging.LAYOUTS[args.states].weight.itemsize, rules_of(args), args.rule == "muon"
+    states = layers * forging.state_bytes(rule, args.states)
+    states += 2 * V * D * forging.state_bytes(table_rule, args.states if both else "fp32") + 8 * uncut
     # Of the forged weights' gradients one layer's is alive, or a slab of it, which is kept from step to step.
     rung = "auto" if has_kernels(device) else "hook"
+    mini = args.rule == "adam-mini" and rung == "auto"  # takes slabs of whole rows
     plans = [forging.plan_matrices(s.M * s.count, s.K, s.count) if muon else
-             forging.plan_update(s.M, s.K, N * s.met // s.count, args.states, rung) for s in layer_shapes(config, tp)]
+             forging.plan_update(s.M, s.K, N * s.met // s.count, args.states, "slab" if mini else rung, by_rows=mini)
+             for s in layer_shapes(config, tp)]
     layer = max(plan.bytes for plan in plans)
     rows = forging.plan_update(V, D, N, args.states, "slab", by_rows=True)
-    layer = max(layer, rows.bytes if both else 0) if forged or muon else 0
+    layer = max(layer, rows.bytes if both else 0) if forged or muon or mini else 0
     work = muon * max(muon_bytes(s, plan, device, tp) for s, plan in zip(layer_shapes(config, tp), plans, strict=True))
     dtype = cut_dtype(args)
     if args.loss == "reference":
@@ -876,8 +908,30 @@ def muon_bytes(shape, plan, device, tp):
     return count * held if tp == 1 else tp * held + width * shape.M * shape.K
 
 
+def room_of(gib):
+    """Bytes for tensors on a card of so many GiB: the rest is CUDA's, its libraries' and lies between tensors."""
+    return (gib - min(1.0, gib / 16)) * 2**30
+
+
+def largest_batch(config, args, device, room):
+    """The most sequences that a process can put through the model at a time in `room` bytes, 0 if not even one; up to
+    4,096. (Predictions are within 2 %.)"""
+    fits = lambda batch: predict_memory(config, batch, args.accum, args, device, args.processes)[1] <= 0.98 * room  # noqa: E731
+    low, high = 0, 4097
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
 def fitting_batch(config, world, args, device):
-    """The default of --batch on a GPU: for each process a power of two, at most 64, whose micro-batches fit."""
+    """The default of --batch: with --fit what fits; else, on a GPU, for each process a power of two, at most 64, whose
+    micro-batches fit."""
+    if args.fit is not None:
+        each = largest_batch(config, args, device, room_of(args.fit))
+        if not each:
+            raise ValueError(f"--fit {args.fit:g}: one sequence takes more: see --fit without --dry-run for flags")
+        return each * args.accum * world.workers
     free = torch.cuda.mem_get_info(device)[0]
     per_process = 64
     while per_process > args.accum and (
@@ -1227,6 +1281,11 @@ def describe_run(config, data, world, args, device, start):
     rule = f"AdamW for all, peak rate {args.lr:g}"
     if args.rule == "muon":
         rule = f"Muon for the layers' matrices, peak rate {args.muon_lr:g}; AdamW for the rest, {args.lr:g}"
+        products = sum(s.count * forging.orthogonal_flops(s.M, s.K) for s in layer_shapes(config))
+        products /= tokens * config.flops_per_token()
+        rule += f"; its products add {products:.1%} to a step's FLOPs"
+    if args.rule == "adam-mini":
+        rule = f"Adam-mini for all matrices but routers, peak rate {args.lr:g}; AdamW for the rest"
     yield f"        rule    {rule}" + (f"; clipped at {args.clip:g}" if args.clip else "")
     yield f"        optimizer {args.optimizer} ({args.why_optimizer}){forged[args.optimizer]}"
     if waits(args):
@@ -1284,21 +1343,92 @@ def resume_command(args, world):
     return " ".join(words)
 
 
+class Unborn(TorchDispatchMode):
+    """A block in which a model is made without its matrices. They have shapes, but no memory; what would have filled
+    them with random numbers is noted. Afterwards, when it is known what part of a matrix this process keeps and in what
+    dtype, bear() makes one after the other: a model that is trained in 3 bytes a parameter is never there in 4. Numbers
+    are those of a model that is made at once, since the same draws are made in the same order."""
+
+    def __enter__(self):
+        self.draws = []  # (matrix, operation, its arguments)
+        bodiless = lambda module, name, p: nn.Parameter(p.to("meta")) if p is not None and p.dim() == 2 else None  # noqa: E731
+        self.registered = register_module_parameter_registration_hook(bodiless)
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        self.registered.remove()
+        return super().__exit__(*error)
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        if operation in (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default) and args[0].is_meta:
+            self.draws.append((args[0], operation, args[1:]))
+            return args[0]
+        return operation(*args, **(kwargs or {}))
+
+    @torch.no_grad()
+    def bear(self, names, model, world, args):
+        """names: {id of a matrix: its name}, from before the model was cut."""
+        last = {id(matrix): i for i, (matrix, *_) in enumerate(self.draws)}
+        for i, (matrix, operation, numbers) in enumerate(self.draws):
+            whole = operation(torch.empty(matrix.shape, device=world.device), *numbers)
+            if last[id(matrix)] > i or id(matrix) not in names:
+                continue  # drawn again, or left out: experts take the place of MLPs
+            if world.size > 1 and not world.late:
+                dist.broadcast(whole, 0)  # the same seed gives the same weights; other machines may round otherwise
+            name = names[id(matrix)]
+            bodiless = model.get_parameter(name)
+            p = nn.Parameter(own_part(whole, bodiless, world.parts).to(born_dtype(name, args)))
+            p.__dict__ |= bodiless.__dict__  # where it was cut
+            owner, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, p)
+
+
+def born_dtype(name, args):
+    """Of a matrix: that in which 04 keeps it. (A master copy is in fp32 and has the numbers; 04 makes the other.)"""
+    layout = forging.LAYOUTS[args.states]
+    forged = args.optimizer == "forge-cce" and name in TABLES or args.optimizer != "ordinary" and name.endswith(LAYERS)
+    return layout.weight if forged and not layout.master else torch.float32
+
+
+@contextlib.contextmanager
+def limited(args, device):
+    """A block with no more memory for tensors than a card of --fit GiB has: a GPU's allocator refuses more; on a CPU
+    tensors are counted, and in the end too many refused."""
+    if args.fit is None:
+        yield
+    elif device.type == "cuda":
+        share = min(1.0, room_of(args.fit) / torch.cuda.get_device_properties(device).total_memory)
+        torch.cuda.set_per_process_memory_fraction(share, device)
+        try:
+            yield
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0, device)
+    else:
+        with base.LiveBytes() as counter:
+            yield
+        if counter.peak > room_of(args.fit):
+            raise ValueError(f"--fit {args.fit:g}: out of memory, tensors took {counter.peak / MIB:,.0f} MiB of "
+                             f"{room_of(args.fit) / MIB:,.0f}: use a smaller --batch, or see --fit without --dry-run")
+
+
 def run(args):
     """One process of the run, from the first line to the last; returns its exit status."""
     device = torch.device(args.device, int(os.environ.get("LOCAL_RANK", 0)) if args.device == "cuda" else None)
+    with limited(args, device):
+        return run_on(args, device)
+
+
+def run_on(args, device):
     world = World(device, args.tp)
     if args.deterministic:
         torch.use_deterministic_algorithms(True)
     config = make_config(args)
     torch.manual_seed(args.seed)
-    with device:
+    with device, Unborn() as unborn:
         model = base.GPT(config)
         if args.moe:
             mixture.with_experts(model)
-    if world.size > 1 and not world.late:
-        for p in model.parameters():
-            dist.broadcast(p.data, 0)  # the same seed gives the same weights; other machines may round otherwise
+    names = {id(p): name for name, p in model.named_parameters() if p.is_meta}
     if args.batch is None:
         args.batch = fitting_batch(config, world, args, device)
     check_batch(args)
@@ -1308,13 +1438,14 @@ def run(args):
     if args.recompute:
         parallel.recompute(model)
     method = sync_method(args)
-    flat = low_comm.Flat([model], method.fragments) if method else None  # before forge(), which keeps where weights lie
     if args.moe:
         everybody = dist.group.WORLD if args.sync == "ddp" and world.size > 1 else None
         world.balance = mixture.Balance(model, args.balance, everybody, BALANCE, rate=BIAS_RATE)
         if everybody:
             world.parts = everybody
             mixture.expert_parallel(model, everybody, args.ep_policy)
+    unborn.bear(names, model, world, args)
+    flat = low_comm.Flat([model], method.fragments) if method else None  # before forge(), which keeps where weights lie
     optimizer = Optimizer(model, args, world.parts, origins)
     start = args.start
     if method:
@@ -1568,9 +1699,43 @@ def feasible(plans, config, batch, gib, args, sync):
                      "more --gpus, or a smaller --seq")
 
 
+# For --fit, from the most comfortable to the least: Muon is the better rule, where its products are paid for by enough
+# tokens a step; Adam-mini needs no whole gradient of a matrix.
+FRUGAL = ("", "--states int8", "--states int8 --rule adam-mini", "--states int8 --rule adam-mini --recompute",
+          "--states int8 --rule adam-mini --recompute --offload")
+
+
+def print_fits(args, argv):
+    """--fit: for each preset (or the one that was asked for) and FRUGAL flags, beside those that were given, the
+    largest batch on a card of that size; then what to type for the largest model."""
+    room, device, best = room_of(args.fit), torch.device(args.device), None
+    print(f"a card of {args.fit:g} GiB: {room / MIB:,.0f} MiB for tensors; batch: sequences a step, predicted to fit\n")
+    print(f"{'preset':<12}{'parameters':>11}  {'flags':<54}{'batch':>6}{'peak MiB':>10}")
+    for preset in [args.preset] if "--preset" in argv else [name for name in PRESETS if name != "cpu"]:
+        for flags in FRUGAL:
+            words = flags.split()
+            if any(word in argv for word in words if word[:2] == "--"):
+                continue  # it was said how that shall be
+            one = parse([*argv, "--preset", preset, *words])
+            config, workers = make_config(one), one.processes // one.tp
+            batch = largest_batch(config, one, device, room)
+            peak = predict_memory(config, max(1, batch), one.accum, one, device, one.processes)[1]
+            count = f"{batch * one.accum * workers}" if batch else "none"
+            print(f"{preset:<12}{config.parameters() / 1e9:>9.2f} B  {flags:<54}{count:>6}{peak / MIB:>10,.0f}")
+            if batch and "--offload" not in words:  # which is slow
+                best = f"--preset {preset} {flags} --batch {count}"
+    if best is None:
+        raise ValueError(f"--fit {args.fit:g}: nothing fits: use a smaller --seq, fewer --layers, or --preset cpu")
+    typed = [word for i, word in enumerate(argv) if "--fit" not in argv[max(0, i - 1) : i + 1] and word[:5] != "--fit"]
+    typed = [shlex.quote(word) for i, word in enumerate(typed) if "--preset" not in typed[max(0, i - 1) : i + 1]]
+    print(f"\ntype: python {shlex.quote(os.path.relpath(__file__))} {' '.join([*typed, best])}\n"
+          f"      (with --dry-run --fit {args.fit:g}: three steps in the memory of that card, on a larger one)")
+    return 0
+
+
 # ==== 7. The command line =============================================================================================
 
-NOT_SAVED = ("resume", "dry_run", "out", "sample", "gpus", "tp", "compile", "recompute", "offload", "plan",
+NOT_SAVED = ("resume", "dry_run", "out", "sample", "gpus", "tp", "compile", "recompute", "offload", "plan", "fit",
              "ep_policy", "device", "log", "checkpoint", "start", "data_digest", "processes", "torchrun", "why_dtype",
              "why_loss", "why_optimizer")
 
@@ -1589,8 +1754,8 @@ def make_parser():
         add(f"--{name}", type=int, help=f"{what}from the preset")
     add("--accum", type=int, default=1, help="micro-batches a step")
     add("--lr", type=float, help="AdamW's peak learning rate (from the preset)")
-    add("--rule", choices=("muon", "adamw"),
-        help="which step: Muon for the layers' matrices and AdamW for the rest, or AdamW for all (muon)")
+    add("--rule", choices=("muon", "adam-mini", "adamw"),
+        help="which step: Muon for the layers' matrices and AdamW for the rest; Adam-mini; or AdamW for all (muon)")
     add("--muon-lr", type=float, help=f"Muon's peak learning rate ({MUON_LR})")
     add("--optimizer", choices=("forge-cce", "forge", "ordinary"),
         help="when: inside backward, of all matrices; of the layers'; or after it (forge-cce; ordinary with --accum, "
@@ -1627,6 +1792,8 @@ def make_parser():
         help="keep what backward needs in host memory (of a GPU), or in files in --out (CPU) (05)")
     add("--plan", type=float, metavar="LINK",
         help="print how --gpus GPUs, present or not, would best train this, LINK Gbit/s a GPU between hosts (05, 06)")
+    add("--fit", type=float, metavar="GIB",
+        help="print what a card of so many GiB can train, and how; with --dry-run: allow no more memory than it has")
     add("--seed", type=int, default=0, help="of weights, order of data and sample (0)")
     add("--compile", action=argparse.BooleanOptionalAction,
         help="one kernel each for what lies between matrices, and less kept for backward (on GPUs with Triton)")
@@ -1677,10 +1844,13 @@ def parse(argv):
     present = torch.cuda.device_count()
     args.gpus = args.gpus if args.gpus is not None else 1 if args.torchrun else max(1, args.tp)
     wanted = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if args.torchrun else args.gpus
-    planned = args.plan is not None
+    fitted = args.fit is not None and not args.dry_run
+    if args.fit is not None and not 0 < args.fit < 2**20 or fitted and (args.resume or args.plan is not None):
+        raise ValueError(f"--fit {args.fit:g}: GiB of a card, above 0, for a new run: drop --resume and --plan")
+    planned = args.plan is not None or fitted
     on_gpus = planned or args.device == "cuda" or args.device is None and (present > 0 or args.gpus > 1)
     chosen = [f"--{name}" for name in ("sync", "optimizer", "tp", "recompute", "offload", "moe")
-              if planned and getattr(args, name) not in (None, False, 1, 0)]
+              if args.plan is not None and getattr(args, name) not in (None, False, 1, 0)]
     if chosen:
         raise ValueError(f"--plan with {', '.join(chosen)}: it chooses flags, for a dense model: drop {chosen[0]}")
     if on_gpus and wanted > present and not planned:
@@ -1693,14 +1863,14 @@ def parse(argv):
         raise ValueError(f"--tokens {args.tokens}: says how text is cut, but {args.data} holds tokens: drop the flag")
     args.preset = args.preset or ("gpt2-small" if args.device == "cuda" else "cpu")
     args.rule = args.rule or "muon"
-    if args.muon_lr is not None and args.rule == "adamw":
-        raise ValueError(f"--muon-lr {args.muon_lr:g} with --rule adamw: there is no Muon: drop one of them")
+    if args.muon_lr is not None and args.rule != "muon":
+        raise ValueError(f"--muon-lr {args.muon_lr:g} with --rule {args.rule}: there is no Muon: drop one of them")
     if args.rule == "muon" and args.muon_lr is None:
         args.muon_lr = MUON_LR
     for name, value in PRESETS[args.preset].items():
         if getattr(args, name) is None:
-            setattr(args, name, value[args.rule] if name == "lr" else value)
-    if args.batch is None and args.device == "cpu":
+            setattr(args, name, value["muon" if args.rule == "muon" else "adamw"] if name == "lr" else value)
+    if args.batch is None and args.device == "cpu" and args.fit is None:
         args.batch = 8
     for name in ("layers", "dim", "heads", "seq", "batch", "accum", "gpus", "tp", "log_every", "vocab", "sample_top",
                  "top_k"):
@@ -1868,7 +2038,7 @@ def choose_outer(args, going_on):
 
 def choose_dtype(args):
     """(dtype, reason)."""
-    if args.plan is not None:
+    if args.plan is not None or args.fit is not None and not args.dry_run:
         return args.dtype or "bf16", "to plan with"
     if args.device == "cpu" and args.dtype is None:
         return "fp32", "fastest on most CPUs"
@@ -1910,14 +2080,18 @@ def guarded(function, *args):
     except RuntimeError as error:
         if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
             raise
-        print("train.py: out of memory: use a smaller --batch, or the same with more --accum", file=sys.stderr)
+        print("train.py: out of memory: use a smaller --batch, the same with more --accum, or see what fits: --fit GIB",
+              file=sys.stderr)
     return 2
 
 
 def launch(argv):
     args = parse(argv)
+    argv = sys.argv[1:] if argv is None else argv
     if args.plan is not None:
         return print_plan(args, argv)
+    if args.fit is not None and not args.dry_run:
+        return print_fits(args, argv)
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
     writes = args.steps and not args.dry_run and (not args.torchrun or os.environ["RANK"] == "0")
