@@ -1623,6 +1623,66 @@ def test_dry_run_writes_nothing(tiny, capsys):
     assert tiny("--dry-run", "--steps", 0)[0] == 2 and "nothing to see" in capsys.readouterr().err
 
 
+def test_adam_mini_trains_alike_inside_backward_and_after_it(tiny):
+    """The twin trains without decay."""
+    flags = ["--steps", 20, "--save-every", 0, "--clip", 0, "--rule", "adam-mini"]
+    after = losses(tiny(*flags, "--optimizer", "ordinary", out="after")[1])
+    assert losses(tiny(*flags, out="inside")[1]) == pytest.approx(after, abs=1e-5)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "MINI", forging.AdamMini(train.BETAS, 1e-8, 0.0))
+        assert losses(tiny(*flags, out="twin")[1]) != pytest.approx(after, abs=1e-5)
+
+
+def test_a_model_is_born_matrix_by_matrix():
+    """Its numbers are those of a model that is made at once, in the dtypes that 04 keeps; the draws after it, too."""
+    config, cpu = moe.GPTConfig(256, 16, 2, 2, 32, 4, 2), torch.device("cpu")
+    args = SimpleNamespace(states="int8", optimizer="forge-cce")
+    world = SimpleNamespace(device=cpu, size=1, late=False, parts=None)
+    torch.manual_seed(0)
+    at_once, following = moe.with_experts(base.GPT(config)), torch.rand(1)
+    torch.manual_seed(0)
+    with train.Unborn() as unborn:
+        model = moe.with_experts(base.GPT(config))
+    names = {id(p): name for name, p in model.named_parameters() if p.is_meta}
+    assert len(names) == 2 + 2 * 5 and not model.cos.is_meta
+    unborn.bear(names, model, world, args)
+    assert torch.equal(torch.rand(1), following)
+    for (name, p), (other, q) in zip(model.named_parameters(), at_once.named_parameters(), strict=True):
+        narrow = p.dim() == 2 and not name.endswith("router")
+        assert name == other and p.dtype == (torch.bfloat16 if narrow else torch.float32)
+        assert p.requires_grad and torch.equal(p, q.to(p.dtype))
+
+
+def test_twenty_million_parameters_in_three_bytes_each(tiny, capsys, monkeypatch):
+    """Made and trained within 71 MiB of tensors, less than the model has in fp32. The twin is born in that, and only
+    that."""
+    flags = ["--layers", 6, "--dim", 512, "--heads", 4, "--batch", 1, "--steps", 1, "--states", "int8", "--rule",
+             "adam-mini", "--clip", 0, "--recompute", "--device", "cpu", "--dry-run", "--fit", 0.074]
+    assert 4 * base.GPTConfig(256, 32, 6, 4, 512).parameters() > train.room_of(0.074)
+    assert tiny(*flags)[0] == 0 and "19.1 M parameters" in capsys.readouterr().out
+    monkeypatch.setattr(train, "born_dtype", lambda *_: torch.float32)
+    monkeypatch.setattr(train, "train", lambda *_: 0)
+    assert tiny(*flags)[0] == 2 and "--fit 0.074: out of memory, tensors took" in capsys.readouterr().err
+
+
+def test_what_fits_a_card_and_what_to_type(capsys):
+    """Predictions grow with the batch, and less frugal flags fit fewer sequences; what is to be typed can be."""
+    assert train.main(["--fit", "24"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = [line.split() for line in lines if line.startswith("7b ")]
+    assert [row[-2] for row in rows][:2] == ["none", "none"] and 1 <= int(rows[3][-2]) <= int(rows[4][-2])
+    typed = shlex.split(next(line for line in lines if line.startswith("type:")))
+    args = train.make_parser().parse_args(typed[typed.index("python") + 2 :])
+    assert args.preset == "7b" and args.recompute and args.batch == int(rows[3][-2])
+    found = train.parse(["--fit", "24", *typed[typed.index("python") + 2 :]])
+    peaks = [train.predict_memory(train.make_config(found), batch, 1, found, torch.device("cuda"))[1]
+             for batch in (args.batch, args.batch + 1)]
+    assert peaks[0] <= 0.98 * 23 * 2**30 < peaks[1]
+    assert train.main(["--fit", "0.5", "--preset", "7b"]) == 2 and "nothing fits" in capsys.readouterr().err
+    flags = "--fit 0.5 --dry-run --preset 7b --device cpu --layers 1 --dim 2048 --heads 16"
+    assert train.main(flags.split()) == 2 and "one sequence takes more" in capsys.readouterr().err
+
+
 def test_narrow_states_train(tiny):
     runs = {name: losses(tiny("--states", name, "--steps", 60, out=name)[1]) for name in forging.LAYOUTS}
     for name, narrow in runs.items():
@@ -1630,7 +1690,7 @@ def test_narrow_states_train(tiny):
         assert narrow[60] < narrow[1] - 1, name
 
 
-@pytest.mark.parametrize("rule, warm_up", [("muon", 20), ("adamw", 50)])
+@pytest.mark.parametrize("rule, warm_up", [("muon", 20), ("adamw", 50), ("adam-mini", 50)])
 def test_rates_warm_up_and_end_at_a_tenth(rule, warm_up):
     args = SimpleNamespace(rule=rule, steps=warm_up + 100)
     shares = [train.schedule(step, args) for step in range(args.steps + 10)]
@@ -1644,6 +1704,7 @@ def test_default_optimizer_is_what_the_other_flags_allow(tiny, capsys):
     for flags, words in (([], "optimizer forge-cce (no sum"), (["--clip", 0.5], "optimizer forge-cce (no sum"),
                          (["--accum", 2], "optimizer ordinary (--accum 2"),
                          (["--rule", "adamw"], "optimizer forge-cce (no sum"),
+                         (["--rule", "adam-mini"], "optimizer forge-cce (no sum"),
                          (["--on-nan", "skip"], "optimizer forge-cce (no sum"),
                          (["--tp", 2, "--device", "cpu"], "optimizer forge-cce (no sum"),
                          (["--loss", "reference"], "optimizer forge (no sum"),
@@ -1652,7 +1713,7 @@ def test_default_optimizer_is_what_the_other_flags_allow(tiny, capsys):
                          (["--gpus", 2, "--device", "cpu", "--sync", "ddp"], "optimizer ordinary (--sync ddp")):
         args = train.parse([str(flag) for flag in (*TINY, *flags)])
         assert f"optimizer {args.optimizer} ({args.why_optimizer}".startswith(words)
-        assert args.clip == ("adamw" in flags) or "--clip" in flags
+        assert args.clip == ("--rule" in flags) or "--clip" in flags
         assert train.waits(args) == (args.optimizer != "ordinary" and (args.clip > 0 or args.on_nan == "skip"))
 
 
@@ -1922,6 +1983,7 @@ BAD_FLAGS = {
     "--sync streaming needs at least 3": ["--sync", "streaming", "--inner-steps", 2],
     "--states int8 goes with --optimizer forge": ["--optimizer", "ordinary", "--states", "int8"],
     "--muon-lr 0.1 with --rule adamw: there is no Muon": ["--muon-lr", 0.1, "--rule", "adamw"],
+    "--fit -1: GiB of a card, above 0": ["--fit", -1], "for a new run: drop --resume": ["--fit", 24, "--resume"],
     "a process has whole heads: use --tp 2": ["--tp", 4, "--device", "cpu"],
     "use --vocab 258": ["--tp", 2, "--vocab", 257, "--device", "cpu"],
     "a worker is 2 of them: use --gpus 4": ["--tp", 2, "--gpus", 3, "--device", "cpu"],
@@ -1952,35 +2014,35 @@ def test_more_gpus_than_present_is_one_clear_line(tiny, capsys):
 # --- train.py: flags that cut or remake ---
 
 FEATURES = {
-    "adamw": dict(rule="adamw"), "accum": dict(accum=2), "clip": dict(clip=0.5), "forge": dict(optimizer="forge"),
-    "forge-cce": dict(optimizer="forge-cce"), "states": dict(states="bf16"), "ddp": dict(sync="ddp"),
-    "diloco": dict(sync="diloco", inner_steps=1), "noloco": dict(sync="noloco", inner_steps=1), "tp": dict(tp=2),
-    "moe": dict(moe=4), "ep": dict(moe=4, ep_policy="llep"), "bias": dict(moe=4, balance="bias"),
+    "adamw": dict(rule="adamw"), "mini": dict(rule="adam-mini"), "accum": dict(accum=2), "clip": dict(clip=0.5),
+    "forge": dict(optimizer="forge"), "forge-cce": dict(optimizer="forge-cce"), "states": dict(states="bf16"),
+    "ddp": dict(sync="ddp"), "diloco": dict(sync="diloco", inner_steps=1), "noloco": dict(sync="noloco", inner_steps=1),
+    "tp": dict(tp=2), "moe": dict(moe=4), "ep": dict(moe=4, ep_policy="llep"), "bias": dict(moe=4, balance="bias"),
     "recompute": dict(recompute=True), "offload": dict(offload=True), "cce": dict(loss="cce"),
-    "cce-sparse": dict(loss="cce-sparse"),
-    "cce-filter": dict(loss="cce-filter"), "reference": dict(loss="reference"),
+    "cce-sparse": dict(loss="cce-sparse"), "cce-filter": dict(loss="cce-filter"), "reference": dict(loss="reference"),
 }
 # A row's feature with those above it, in their order. "." works, "=" is the same flag twice, a letter is a refusal.
 COMPOSES = """
 adamw
-accum      .
-clip       . .
-forge      . . .
-forge-cce  . . . =
-states     . . . . .
-ddp        . . . s s s
-diloco     . . . . . . =
-noloco     . . . . . . = =
-tp         . . . . . . . . .
-moe        . . . . . . . . . e
-ep         . . . s s s . p p e .
-bias       . . . . . . . b b e . .
-recompute  . . . . . . . . . . . . .
-offload    . . . . . . . . . . . . . .
-cce        . . . . . . . . . v . . . . .
-cce-sparse . . . . . . . . . v . . . . . =
-cce-filter . . . . f . . . . . . . . . . = =
-reference  . . . . f . . . . l . . . . . = = =
+mini       =
+accum      . .
+clip       . . .
+forge      . . . .
+forge-cce  . . . . =
+states     . . . . . .
+ddp        . . . . s s s
+diloco     . . . . . . . =
+noloco     . . . . . . . = =
+tp         . . . . . . . . . .
+moe        . . . . . . . . . . e
+ep         . . . . s s s . p p e .
+bias       . . . . . . . . b b e . .
+recompute  . . . . . . . . . . . . . .
+offload    . . . . . . . . . . . . . . .
+cce        . . . . . . . . . . v . . . . .
+cce-sparse . . . . . . . . . . v . . . . . =
+cce-filter . . . . . f . . . . . . . . . . = =
+reference  . . . . . f . . . . l . . . . . = = =
 """
 REFUSALS = {
     "s": "sums gradients that forge never makes: use --sync diloco", "e": "experts would not be cut",
@@ -2118,7 +2180,8 @@ def test_cut_twin(small, bug):
 
 
 @pytest.mark.parametrize("flags", [
-    ["--dim", 256, "--states", "int8"], ["--dim", 32, "--optimizer", "ordinary", "--accum", 2]], ids=["int8", "kept"])
+    ["--dim", 256, "--states", "int8", "--rule", "adam-mini", "--clip", 0],
+    ["--dim", 32, "--optimizer", "ordinary", "--accum", 2]], ids=["int8", "kept"])
 def test_cut_runs_go_on_uncut_and_the_other_way(tiny, capsys, flags):
     """A checkpoint is of the whole model, with the whole optimizer's state. The twin drops that state."""
     flags = ["--device", "cpu", "--save-every", 3, "--log-every", 1, *flags]

@@ -121,9 +121,9 @@ PRESETS = {
     "1b": dict(layers=16, dim=2048, heads=16, seq=1024, batch=None, steps=300, tokens="bigrams",
                lr=dict(adamw=3e-4, muon=1.5e-3)),
     "7b": dict(layers=32, dim=4096, heads=32, seq=1024, batch=None, steps=300, tokens="bigrams",
-               lr=dict(adamw=6e-5, muon=7e-4)),
+               lr=dict(adamw=5e-5, muon=7e-4)),
     "30b": dict(layers=48, dim=7168, heads=56, seq=1024, batch=None, steps=300, tokens="bigrams",
-                lr=dict(adamw=3e-5, muon=4e-4)),
+                lr=dict(adamw=1e-5, muon=4e-4)),
 }
 MODEL_FLAGS = ("preset", "layers", "dim", "heads", "seq", "vocab", "tokens")  # fixed by a checkpoint,
 STATE_FLAGS = ("rule", "optimizer", "states", "sync", "inner_steps", "outer", "moe", "top_k")  # as are these
@@ -885,7 +885,7 @@ def predict_memory(config, batch, accum, args, device, processes=1):
     first = 0 if leaned and tp == 1 else 4 * N * D  # what was looked up
     layer_kept = (activations - last - first) // config.layers
     # In backward an MLP's activation is made again, or still there, beside its gradient.
-    again = 0 if args.moe else 2 * 4 * dtype.itemsize * N * D // tp
+    again = 0 if args.moe or args.offload else 2 * 4 * dtype.itemsize * N * D // tp
     if args.recompute:
         activations, again = 4 * N * D * config.layers + last + first, layer_kept
     if args.offload:
@@ -1288,7 +1288,8 @@ def describe_run(config, data, world, args, device, start):
         products /= tokens * config.flops_per_token()
         rule += f"; its products add {products:.1%} to a step's FLOPs"
     if args.rule == "adam-mini":
-        rule = f"Adam-mini for all matrices but routers, peak rate {args.lr:g}; AdamW for the rest"
+        which = "the layers' matrices" if args.optimizer == "forge" else "all matrices but routers"
+        rule = f"Adam-mini for {which}, AdamW for the rest, peak rate {args.lr:g}"
     yield f"        rule    {rule}" + (f"; clipped at {args.clip:g}" if args.clip else "")
     yield f"        optimizer {args.optimizer} ({args.why_optimizer}){forged[args.optimizer]}"
     if waits(args):
@@ -1703,8 +1704,9 @@ def feasible(plans, config, batch, gib, args, sync):
                      "more --gpus, or a smaller --seq")
 
 
-# For --fit, from the most comfortable to the least: Muon is the better rule, where its products are paid for by enough
-# tokens a step; Adam-mini needs no whole gradient of a matrix.
+# For --fit, from the most comfortable to the least. Muon is the better rule where a step has tokens enough to pay for
+# its products: of 7b they are as many FLOPs as 15,000 tokens', whatever the batch. Below some 65,000 take Adam-mini,
+# which makes none, and needs no whole gradient of a matrix.
 SMALLEST = "--states int8 --rule adam-mini --clip 0"  # clipped, all gradients would be kept
 FRUGAL = ("", "--states int8", SMALLEST, f"{SMALLEST} --recompute", f"{SMALLEST} --recompute --offload")
 
@@ -1824,6 +1826,9 @@ def parse(argv):
     trial = 3 if args.steps is None else args.steps  # steps of a dry run
     if args.plan is not None and args.resume:
         raise ValueError("--plan with --resume: a plan is for a new run: drop --resume")
+    fitted = args.fit is not None and not args.dry_run
+    if args.fit is not None and not 0 < args.fit < 2**20 or fitted and (args.resume or args.plan is not None):
+        raise ValueError(f"--fit {args.fit:g}: GiB of a card, above 0, for a new run: drop --resume and --plan")
     if args.resume:
         record, path = find_checkpoint(args.out)
         asked = args
@@ -1848,9 +1853,6 @@ def parse(argv):
     present = torch.cuda.device_count()
     args.gpus = args.gpus if args.gpus is not None else 1 if args.torchrun else max(1, args.tp)
     wanted = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if args.torchrun else args.gpus
-    fitted = args.fit is not None and not args.dry_run
-    if args.fit is not None and not 0 < args.fit < 2**20 or fitted and (args.resume or args.plan is not None):
-        raise ValueError(f"--fit {args.fit:g}: GiB of a card, above 0, for a new run: drop --resume and --plan")
     planned = args.plan is not None or fitted
     on_gpus = planned or args.device == "cuda" or args.device is None and (present > 0 or args.gpus > 1)
     chosen = [f"--{name}" for name in ("sync", "optimizer", "tp", "recompute", "offload", "moe")
@@ -2090,6 +2092,8 @@ def guarded(function, *args):
 
 
 def launch(argv):
+    # Read when CUDA starts. Without it up to 4 % of a full card's memory lies in pieces that are too small to be used.
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     args = parse(argv)
     argv = sys.argv[1:] if argv is None else argv
     if args.plan is not None:
