@@ -1677,13 +1677,22 @@ def print_plan(args, argv):
                  f"--rdzv-endpoint HOST:29500 -- {shlex.quote(os.path.relpath(__file__))}"]
     words += [f"--sync {sync}"] * (one.dp > 1) + [f"--tp {one.tp}"] * (one.tp > 1) + ["--recompute"] * one.recompute
     words += [f"--batch {batch}"] + [f"--accum {accum}"] * (accum > 1) + [f"--preset {args.preset}"]
-    parser = make_parser()
-    for name, value in vars(parser.parse_args(argv)).items():  # what else was asked for
-        if value != parser.get_default(name) and name not in PLANNED:
-            values = value if isinstance(value, list) else [] if isinstance(value, bool) else [value]
-            words += [f"--{'no-' * (value is False)}{name.replace('_', '-')}", *(shlex.quote(str(v)) for v in values)]
+    for name, value in asked_for(argv).items():
+        words += [] if name in PLANNED else typed(name, value)
     print("type:", *words)
     return 0
+
+
+def asked_for(argv):
+    """{name: value} of the flags of a command line."""
+    parser = make_parser()
+    return {name: v for name, v in vars(parser.parse_args(argv)).items() if v != parser.get_default(name)}
+
+
+def typed(name, value):
+    """A flag as words."""
+    values = value if isinstance(value, list) else [] if isinstance(value, bool) else [value]
+    return [f"--{'no-' * (value is False)}{name.replace('_', '-')}", *(shlex.quote(str(v)) for v in values)]
 
 
 def feasible(plans, config, batch, gib, args, sync):
@@ -1707,34 +1716,35 @@ def feasible(plans, config, batch, gib, args, sync):
 # For --fit, from the most comfortable to the least. Muon is the better rule where a step has tokens enough to pay for
 # its products: of 7b they are as many FLOPs as 15,000 tokens', whatever the batch. Below some 65,000 take Adam-mini,
 # which makes none, and needs no whole gradient of a matrix.
-SMALLEST = "--states int8 --rule adam-mini --clip 0"  # clipped, all gradients would be kept
-FRUGAL = ("", "--states int8", SMALLEST, f"{SMALLEST} --recompute", f"{SMALLEST} --recompute --offload")
+SMALLEST = dict(states="int8", rule="adam-mini", clip=0)  # clipped, all gradients would be kept
+FRUGAL = ({}, dict(states="int8"), SMALLEST, SMALLEST | dict(recompute=True),
+          SMALLEST | dict(recompute=True, offload=True))
 
 
 def print_fits(args, argv):
-    """--fit: for each preset (or the one that was asked for) and FRUGAL flags, beside those that were given, the
-    largest batch on a card of that size; then what to type for the largest model."""
-    room, device, best = room_of(args.fit), torch.device(args.device), None
+    """--fit: for each preset (or the one that was asked for) and FRUGAL flags, beside those that were asked for, the
+    largest batch on a card of that size; then what to type for the largest model: the first flags with which four
+    sequences fit, or the last."""
+    room, device, asked, best = room_of(args.fit), torch.device(args.device), asked_for(argv), None
     print(f"a card of {args.fit:g} GiB: {room / MIB:,.0f} MiB for tensors; batch: sequences a step, predicted to fit\n")
     print(f"{'preset':<12}{'parameters':>11}  {'flags':<62}{'batch':>6}{'peak MiB':>10}")
-    for preset in [args.preset] if "--preset" in argv else [name for name in PRESETS if name != "cpu"]:
-        for flags in FRUGAL:
-            words = flags.split()
-            if any(word in argv for word in words if word[:2] == "--"):
-                continue  # it was said how that shall be
-            one = parse([*argv, "--preset", preset, *words])
+    for preset in [asked["preset"]] if "preset" in asked else [name for name in PRESETS if name != "cpu"]:
+        enough = False
+        rest = [[word for name, v in (frugal | asked).items() if name not in asked for word in typed(name, v)]
+                for frugal in FRUGAL]  # what was asked for stays as it is
+        for flags in dict.fromkeys(map(" ".join, rest)):
+            one = parse([*argv, "--preset", preset, *flags.split()])
             config, workers = make_config(one), one.processes // one.tp
             batch = largest_batch(config, one, device, room)
             peak = predict_memory(config, max(1, batch), one.accum, one, device, one.processes)[1]
             count = f"{batch * one.accum * workers}" if batch else "none"
             print(f"{preset:<12}{config.parameters() / 1e9:>9.2f} B  {flags:<62}{count:>6}{peak / MIB:>10,.0f}")
-            if batch and "--offload" not in words:  # which is slow
-                best = f"--preset {preset} {flags} --batch {count}"
+            if batch and not enough:
+                best, enough = f"--preset {preset} {flags} --batch {count}".replace("  ", " "), batch >= 4
     if best is None:
         raise ValueError(f"--fit {args.fit:g}: nothing fits: use a smaller --seq, fewer --layers, or --preset cpu")
-    typed = [word for i, word in enumerate(argv) if "--fit" not in argv[max(0, i - 1) : i + 1] and word[:5] != "--fit"]
-    typed = [shlex.quote(word) for i, word in enumerate(typed) if "--preset" not in typed[max(0, i - 1) : i + 1]]
-    print(f"\ntype: python {shlex.quote(os.path.relpath(__file__))} {' '.join([*typed, best])}\n"
+    words = [word for name, v in asked.items() if name not in ("fit", "preset", "batch") for word in typed(name, v)]
+    print(f"\ntype: python {shlex.quote(os.path.relpath(__file__))} {' '.join([*words, best])}\n"
           f"      (with --dry-run --fit {args.fit:g}: three steps in the memory of that card, on a larger one)")
     return 0
 
