@@ -1428,8 +1428,9 @@ train.main({[str(flag) for flag in (*long_run, *schedule)]})
     assert not same(weights(tmp_path / "twin"), whole)
 
 
-@pytest.mark.parametrize("flags", [[], ["--device", "cpu", "--gpus", 2]], ids=["one process", "two processes"])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+@pytest.mark.parametrize("number, flags", [
+    (signal.SIGINT, []), *((number, ["--device", "cpu", "--gpus", 2]) for number in (signal.SIGINT, signal.SIGTERM)),
+], ids=["Ctrl-C", "Ctrl-C, two processes", "SIGTERM, two processes"])
 def test_stopped_run_saves_and_says_how_to_go_on(long_run, tmp_path, number, flags):
     previous = signal.signal(signal.SIGINT, signal.SIG_IGN)  # which a child inherits, as from a script's `&`
     try:
@@ -1450,7 +1451,8 @@ def test_stopped_run_saves_and_says_how_to_go_on(long_run, tmp_path, number, fla
     assert train.main([*again, *map(str, flags)]) == 0
 
 
-@pytest.mark.parametrize("states", [*forging.LAYOUTS, "fp32 --optimizer forge", "int8 --clip 0.5 --accum 2"])
+@pytest.mark.parametrize("states", [
+    "fp32", "master", "bf16 --rule adam-mini", "int8", "fp32 --optimizer forge", "int8 --clip 0.5 --accum 2"])
 def test_stopped_forge_resumes_bitwise(tiny, states):
     states, *more = states.split()
     flags = ["--states", states, *more, *(["--deterministic"] if base.HAS_CUDA else [])]
@@ -1517,17 +1519,17 @@ def test_forged_experts_train_like_ordinary_ones(tiny, flags):
 
 
 def test_forge_trains_like_adamw(tiny):
-    """60 steps from one seed: the same losses. The twins train without decay and must be told apart."""
+    """60 steps from one seed: the same losses. The twin trains without decay and must be told apart."""
     flags = ["--steps", 60, "--save-every", 0, "--clip", 0, "--rule", "adamw"]
     adamw = tiny(*flags, "--optimizer", "ordinary", out="adamw")
     for name in ("forge", "forge-cce"):
         forge = tiny(*flags, "--optimizer", name, out=name)
         assert len(losses(forge[1])) == 60 and losses(forge[1]) == pytest.approx(losses(adamw[1]), abs=1e-4)
         assert norms(forge[1]) == pytest.approx(norms(adamw[1]), rel=1e-2)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(train, "ADAMW", forging.AdamW(train.BETAS, 1e-8, 0.0))
-            twin = tiny(*flags, "--optimizer", name, out=f"twin-{name}")
-        assert losses(twin[1]) != pytest.approx(losses(adamw[1]), abs=1e-4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "ADAMW", forging.AdamW(train.BETAS, 1e-8, 0.0))
+        twin = tiny(*flags, "--optimizer", name, out="twin")
+    assert losses(twin[1]) != pytest.approx(losses(adamw[1]), abs=1e-4)
 
 
 def test_muon_trains_alike_inside_backward_and_after_it(tiny):
