@@ -1625,6 +1625,18 @@ def test_dry_run_writes_nothing(tiny, capsys):
     assert tiny("--dry-run", "--steps", 0)[0] == 2 and "nothing to see" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("rule, optimizer, layers, tables", [
+    ("muon", "forge-cce", train.MUON, train.ADAMW), ("adamw", "forge-cce", train.ADAMW, train.ADAMW),
+    ("adam-mini", "forge-cce", train.MINI, train.MINI), ("adam-mini", "forge", train.MINI, train.ADAMW)])
+def test_which_matrices_have_which_rule(rule, optimizer, layers, tables):
+    model = moe.with_experts(base.GPT(moe.GPTConfig(256, 16, 1, 2, 32, 4, 2)))
+    matrices, rules = train.matrices_with_rules(model, SimpleNamespace(rule=rule, optimizer=optimizer))
+    for name, p in model.named_parameters():
+        wanted = tables if name in ("embedding.weight", "classifier") else layers
+        wanted = train.ADAMW if p.dim() < 2 or name.endswith("router") else wanted
+        assert rules.get(name, train.ADAMW) == wanted and (name in matrices) == (wanted != train.ADAMW)
+
+
 def test_adam_mini_trains_alike_inside_backward_and_after_it(tiny):
     """The twin trains without decay."""
     flags = ["--steps", 20, "--save-every", 0, "--clip", 0, "--rule", "adam-mini"]
