@@ -139,11 +139,6 @@ def test_shape_of_nothing_is_bad_input(stage):
     assert result.returncode == 2 and result.stderr == f"{stage}.py: --shape [8, 0, 8]: N, V and D must be at least 1\n"
 
 
-@pytest.mark.parametrize("check", base.CHECKS, ids=lambda check: check.__name__)
-def test_memory_checks(check):
-    check()
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_reference_and_chunked_on_more_shapes(seed):
     base.check_reference(N=20 + seed, V=7 + 30 * seed, D=5 + seed, seed=seed)
@@ -1535,7 +1530,7 @@ def test_forge_trains_like_adamw(tiny):
 def test_muon_trains_alike_inside_backward_and_after_it(tiny):
     """Also from micro-batches. The twin trains without Muon's decay, which is a two-hundredth of the rate. In fp32: the
     roundings of a GPU's bf16 grow from step to step; that all ways make the same bits there, 04 checks."""
-    flags = ["--steps", 40, "--save-every", 0, "--device", "cpu"]
+    flags = ["--steps", 30, "--save-every", 0, "--device", "cpu"]
     after = losses(tiny(*flags, "--optimizer", "ordinary", out="after")[1])
     for more in (["--optimizer", "forge-cce"], ["--optimizer", "forge", "--accum", 2]):
         assert losses(tiny(*flags, *more, out=more[1])[1]) == pytest.approx(after, abs=1e-5)
@@ -1698,10 +1693,10 @@ def test_what_fits_a_card_and_what_to_type(capsys):
 
 
 def test_narrow_states_train(tiny):
-    runs = {name: losses(tiny("--states", name, "--steps", 60, out=name)[1]) for name in forging.LAYOUTS}
+    runs = {name: losses(tiny("--states", name, "--steps", 40, out=name)[1]) for name in forging.LAYOUTS}
     for name, narrow in runs.items():
-        assert narrow[60] == pytest.approx(runs["fp32"][60], abs=0.1), name
-        assert narrow[60] < narrow[1] - 1, name
+        assert narrow[40] == pytest.approx(runs["fp32"][40], abs=0.1), name
+        assert narrow[40] < narrow[1] - 1, name
 
 
 @pytest.mark.parametrize("rule, warm_up", [("muon", 20), ("adamw", 50), ("adam-mini", 50)])
