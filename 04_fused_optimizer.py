@@ -28,9 +28,9 @@ The ladder
         is used again and again; one kernel makes the whole step of that block in one pass.
     v3  FORGE: each program sums its tile of dW over all tokens in registers and takes the step there. dW is nowhere.
     plan_update chooses by shape, tokens and layout, from a table of what was measured; handle.plans says what it chose.
-    Adam-mini's slabs are of whole rows (a tile of v3 would have to be made twice, first for its row's mean, and was
-    slower in all 18 cases tried). Muon's plan is always one whole fp32 dW (of experts: as many as a slab holds),
-    also where it is larger than a slab.
+    Adam-mini's slabs are of whole rows (a tile of v3 would have to be made twice, first for its row's mean; v3's time
+    and one more product's were longer in all 18 cases tried). Muon's plan is always one whole fp32 dW (of experts: as
+    many as a slab holds), also where it is larger than a slab.
 Beyond the paper
     The classifier   forge_classifier joins this with 02 and 03: a slice of the vocabulary's logits becomes G, G makes
                      its part of dE with the old classifier, and the step of that slice. Neither the logits nor dC, the
@@ -170,7 +170,7 @@ class AdamMini(AdamW):
     by move_rows(), which sees whole rows."""
 
     moments = ("m",)
-    code, needs = 0, "row"
+    needs = "row"
 
     @staticmethod
     def update(p, g, m, v, s):

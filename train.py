@@ -107,9 +107,9 @@ MIB = base.MIB
 
 # lr: AdamW's with --rule adamw (and Adam-mini's), and with muon, where the layers' matrices do not need it to be small.
 # The first steps of AdamW move all K elements of a row by the rate, together, and an output by K times that; and the
-# layers push the stream the same way, which they only write to. So the rate shrinks as 1 / (width x depth): at twice
-# this one a first step of 7b raised its loss from 11.9 to 16.5. A step of Muon has singular values of 1: a layer's
-# outputs move by the rate, whatever its width. Only the classifier's rows are AdamW's then: 1 / width.
+# layers push the stream the same way, which they only write to. So the rate shrinks at least as 1 / (width x depth): at
+# twice this one a first step of 7b raised its loss from 11.9 to 16.5, of 30b from 12.4 to 19.2. A step of Muon has
+# singular values of 1: a layer's outputs move by the rate, whatever its width. Only tables are AdamW's then: 1 / width.
 # batch None: the largest power of two, up to 64 sequences a process, whose predicted memory fits what is free.
 PRESETS = {
     "cpu": dict(layers=4, dim=128, heads=4, seq=128, batch=8, steps=400, tokens="bytes",
@@ -699,10 +699,16 @@ class Optimizer:
             self.forged.load_state_dict(self.forged_states(saved["forged"], part))
 
 
+def parted(tensor, p):
+    """Whether this process has a part only of a tensor that belongs to p; not of what goes by rows (04's row_v) where
+    p's columns are cut."""
+    return spread(p) and p.cut < tensor.dim()
+
+
 def collected(tensor, p, group):
     """All of a tensor like p, of which each process of the group has a part: on the host (devices may lack the room for
-    whole models) of the first process. What goes by rows of a p whose columns are cut, all have whole."""
-    if not spread(p) or p.cut == tensor.dim():
+    whole models) of the first process."""
+    if not parted(tensor, p):
         return tensor
     whole = parallel.gather(tensor.detach(), group, p.cut)
     return whole.cpu() if parallel.rank_in(group) == 0 else tensor
@@ -710,7 +716,7 @@ def collected(tensor, p, group):
 
 def own_part(tensor, p, group):
     """This process's part of a whole tensor like p."""
-    if not spread(p) or p.cut == tensor.dim():
+    if not parted(tensor, p):
         return tensor
     return tensor.chunk(parallel.size(group), p.cut)[parallel.rank_in(group)].clone()
 
@@ -1836,8 +1842,8 @@ def parse(argv):
     trial = 3 if args.steps is None else args.steps  # steps of a dry run
     if args.plan is not None and args.resume:
         raise ValueError("--plan with --resume: a plan is for a new run: drop --resume")
-    fitted = args.fit is not None and not args.dry_run
-    if args.fit is not None and not 0 < args.fit < 2**20 or fitted and (args.resume or args.plan is not None):
+    fit = args.fit is not None
+    if fit and (not 0 < args.fit < 2**20 or not args.dry_run and (args.resume or args.plan is not None)):
         raise ValueError(f"--fit {args.fit:g}: GiB of a card, above 0, for a new run: drop --resume and --plan")
     if args.resume:
         record, path = find_checkpoint(args.out)
@@ -1863,7 +1869,7 @@ def parse(argv):
     present = torch.cuda.device_count()
     args.gpus = args.gpus if args.gpus is not None else 1 if args.torchrun else max(1, args.tp)
     wanted = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if args.torchrun else args.gpus
-    planned = args.plan is not None or fitted
+    planned = only_planned(args)
     on_gpus = planned or args.device == "cuda" or args.device is None and (present > 0 or args.gpus > 1)
     chosen = [f"--{name}" for name in ("sync", "optimizer", "tp", "recompute", "offload", "moe")
               if args.plan is not None and getattr(args, name) not in (None, False, 1, 0)]
@@ -1930,6 +1936,11 @@ def parse(argv):
         if not base.HAS_TRITON:
             args.why_loss = "blocked PyTorch: Triton is not installed"
     return args
+
+
+def only_planned(args):
+    """Whether nothing runs, on a device that need not be here: --plan, or --fit without --dry-run."""
+    return args.plan is not None or args.fit is not None and not args.dry_run
 
 
 def check_tensor_parallel(args, local):
@@ -2054,7 +2065,7 @@ def choose_outer(args, going_on):
 
 def choose_dtype(args):
     """(dtype, reason)."""
-    if args.plan is not None or args.fit is not None and not args.dry_run:
+    if only_planned(args):
         return args.dtype or "bf16", "to plan with"
     if args.device == "cpu" and args.dtype is None:
         return "fp32", "fastest on most CPUs"
@@ -2108,7 +2119,7 @@ def launch(argv):
     argv = sys.argv[1:] if argv is None else argv
     if args.plan is not None:
         return print_plan(args, argv)
-    if args.fit is not None and not args.dry_run:
+    if only_planned(args):
         return print_fits(args, argv)
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
