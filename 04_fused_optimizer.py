@@ -150,7 +150,12 @@ class AdamW:
     def update(p, g, m, v, s):
         m = fma(g - m, s[1], m)
         v = fma(g * g, s[3], v * s[2])
-        return fma(m / (root(v) * s[4] + s[5]), s[6], p * s[0]), m, v
+        return AdamW.moved(p, m, v, s), m, v
+
+    @staticmethod
+    def moved(p, m, v, s):
+        """New p, by moments that have moved already."""
+        return fma(m / (root(v) * s[4] + s[5]), s[6], p * s[0])
 
 
 # In AdamW's update, m / sqrt(v), the second moment is a rate for each element. Adam-mini asks how many rates there have
@@ -175,7 +180,7 @@ class AdamMini(AdamW):
     @staticmethod
     def update(p, g, m, v, s):
         m = fma(g - m, s[1], m)
-        return fma(m / (root(v) * s[4] + s[5]), s[6], p * s[0]), m, None
+        return AdamW.moved(p, m, v, s), m, None
 
 
 @dataclass(frozen=True)
@@ -414,6 +419,16 @@ def plan_matrices(M, K, matrices, slab=SLAB):
     return Plan("matrix", rows, K, 4 * rows * K)
 
 
+def plan_step(rule, M, K, N, layout, rung="auto", slab=SLAB, itemsize=4, by_rows=False, matrices=1):
+    """plan_update, or what a rule that needs more than elements takes in its place: Adam-mini slabs of whole rows also
+    where a tile could be fused, Muon so many matrices, of which a weight (M, K) has `matrices`."""
+    if rule.needs == "matrix":
+        return plan_matrices(M, K, matrices, slab)
+    if rule.needs == "row" and rung != "hook":
+        rung, by_rows = "slab", True
+    return plan_update(M, K, N, layout, rung, slab, itemsize, by_rows)
+
+
 @functools.cache
 def slab_shape(M, K, elements, multiprocessors=132):
     """Rows and columns of the slabs of at most `elements` that cover (M, K) with the fewest waves of 128 x 256 tiles,
@@ -601,16 +616,21 @@ def constants(s):
 def adamw_tile(p, g, m, v, a, EXACT: tl.constexpr):
     m = fused_multiply_add(g - m, a[1], m)
     v = fused_multiply_add(g * g, a[3], v * a[2])
-    denominator = square_root(v, EXACT) * a[4] + a[5]
-    return fused_multiply_add(quotient(m, denominator, EXACT), a[6], p * a[0]), m, v
+    return moved_tile(p, m, v, a, EXACT), m, v
 
 
 @triton.jit
 def mini_tile(p, g, m, v, a, EXACT: tl.constexpr):
     """v (ROWS, 1), moved already."""
     m = fused_multiply_add(g - m, a[1], m)
+    return moved_tile(p, m, v, a, EXACT), m
+
+
+@triton.jit
+def moved_tile(p, m, v, a, EXACT: tl.constexpr):
+    """v (ROWS, COLS), or (ROWS, 1)."""
     denominator = tl.broadcast_to(square_root(v, EXACT) * a[4] + a[5], m.shape)
-    return fused_multiply_add(quotient(m, denominator, EXACT), a[6], p * a[0]), m
+    return fused_multiply_add(quotient(m, denominator, EXACT), a[6], p * a[0])
 
 
 @triton.jit
@@ -1207,12 +1227,11 @@ class State:
             raise ValueError(f"step of {self.name}: not armed: call arm(lr, step) first")
         if len(shape) != 2 or row < 0 or col < 0 or row + shape[0] > M or col + shape[1] > K:
             raise ValueError(f"block of {tuple(shape)} at ({row}, {col}): does not lie in {self.name}, {M} x {K}")
-        if isinstance(self.rule, Muon) and (row % self.rows or shape[0] % self.rows or shape[1] != K or fused):
-            raise ValueError(f"block of {tuple(shape)} at ({row}, {col}) of {self.name}: Muon takes matrices of "
-                             f"{self.rows} x {K} as a whole: step() those, or give the weight another rule")
-        if self.rule.needs == "row" and (shape[1] != K or fused):
-            raise ValueError(f"block of {tuple(shape)} at ({row}, {col}) of {self.name}: Adam-mini takes rows of {K} "
-                             "as a whole: step() those, or give the weight another rule")
+        rows = {"element": 0, "row": 1, "matrix": self.rows}[self.rule.needs]
+        if rows and (row % rows or shape[0] % rows or shape[1] != K or fused):
+            takes = {"row": f"Adam-mini takes rows of {K}", "matrix": f"Muon takes matrices of {rows} x {K}"}
+            raise ValueError(f"block of {tuple(shape)} at ({row}, {col}) of {self.name}: {takes[self.rule.needs]} as a "
+                             "whole: step() those, or give the weight another rule")
         border, stop = BORDERS[self.handle.layout], col + shape[1]
         if col % border or (stop % border and stop < K):
             raise ValueError(f"columns {col} to {stop}: {self.handle.layout} can be cut at multiples of {border}")
@@ -1483,15 +1502,11 @@ class Forge:
         self.data_parallel, self.ordinary = data_parallel, dict(ordinary or {})
         self.check_group()
         largest = 0
-        for name, (M, K) in {name: weight.shape for name, weight in weights.items()}.items():
-            in_rows = rules[name].needs == "row"
-            if isinstance(rules[name], Muon):
-                plan = plan_matrices(M, K, matrices.get(name, 1), slab)
-            elif self.rung in ("auto", "slab") or in_rows and self.rung == "fused":
-                plan = plan_update(M, K, 0, layout, "slab", slab, gradient.itemsize, name in by_rows or in_rows)
-            else:
-                continue
-            largest = max(largest, plan.rows * plan.cols)
+        for name, weight in weights.items():
+            plan = plan_step(rules[name], *weight.shape, 0, layout, self.rung, slab, gradient.itemsize, name in by_rows,
+                             matrices.get(name, 1))
+            if self.rung != "hook" or plan.rung == "matrix":
+                largest = max(largest, plan.rows * plan.cols)
         # Nothing was changed so far, and nothing below can be refused.
         self.armed, self.stashing, self.at_step, self.scale, self.clipped_norm = False, False, 0, 1.0, None
         self.graphs, graphs = {}, self.backend == "triton" and device.type == "cuda" and not ranks
@@ -1531,13 +1546,10 @@ class Forge:
 
     def plan(self, state, N):
         """The Plan for a linear layer's backward pass over N tokens, None for other gradients, and several."""
-        if isinstance(state.rule, Muon):
-            M, K = state.weight.shape
-            return plan_matrices(M, K, M // state.rows, self.slab_bytes)
-        in_rows = state.rule.needs == "row" and self.rung != "hook"
-        rung = "slab" if N is None and self.rung != "hook" or in_rows else self.rung
+        M, K = state.weight.shape
+        rung = "slab" if N is None and self.rung != "hook" else self.rung
         sizes = self.slab_bytes, self.gradient.itemsize
-        return plan_update(*state.weight.shape, N, self.layout, rung, *sizes, state.by_rows or in_rows)
+        return plan_step(state.rule, M, K, N, self.layout, rung, *sizes, state.by_rows, M // state.rows)
 
     def buffer(self, elements, dtype):
         """Room for a slab: the one that is kept from step to step, where that will do."""

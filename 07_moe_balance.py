@@ -624,7 +624,7 @@ def expert_update(state, dY, X, work, parts, arriving, dtype):
     for e in range(len(factor.bounds) - 1):
         product, *others = factors = factor.of_expert(e)
         rung = "slab" if others or handle.rung == "hook" else handle.rung  # a sum cannot be fused
-        plan = state.plan = forging.plan_update(M, K, len(product.X), handle.layout, rung, *sizes)
+        plan = state.plan = forging.plan_step(state.rule, M, K, len(product.X), handle.layout, rung, *sizes)
         if plan.rung == "fused":
             state.step_fused(*product, row=e * M)
         else:
@@ -1510,9 +1510,9 @@ def check_least_loaded(seeds=60):
     require(np.allclose(ratios, (3.06, 4.47, 6.59, 7.65), atol=0.01), f"one hot expert of 128 on 8 GPUs: {ratios}")
 
 
-def train_forged(policy, layout=None, dtype=torch.float32, steps=3, stash=False, D=8, hidden=12, **options):
-    """{name: this rank's experts' weights after some steps of SGD on all ranks' tokens; dx: the last step's gradient of
-    its tokens}. layout None: by torch, on one process; policy None: forged, on one process."""
+def train_forged(policy, layout=None, dtype=torch.float32, steps=3, stash=False, D=8, hidden=12, rule=None, **options):
+    """{name: this rank's experts' weights after some steps of SGD (or a rule) on all ranks' tokens; dx: the last step's
+    gradient of its tokens}. layout None: by torch, on one process; policy None: forged, on one process."""
     n, me = dist.get_world_size(), dist.get_rank()
     group, E = mesh(dp=n).dp, 8
     torch.manual_seed(0)
@@ -1524,7 +1524,8 @@ def train_forged(policy, layout=None, dtype=torch.float32, steps=3, stash=False,
     moe.router.requires_grad_(False)  # of this rank's tokens alone
     origins = expert_parallel(moe, group, policy) if policy else {}
     if layout:
-        handle = forging.forge(moe, forging.SGD(momentum=0.9), layout, origins=origins, data_parallel=1, **options)
+        rule = rule or forging.SGD(momentum=0.9)
+        handle = forging.forge(moe, rule, layout, origins=origins, data_parallel=1, **options)
     else:
         optimizer = torch.optim.SGD([moe.up.weight, moe.down.weight], 0.1, momentum=0.9)
     mine, lent = me if policy else slice(None), 0
@@ -1553,7 +1554,8 @@ def train_forged(policy, layout=None, dtype=torch.float32, steps=3, stash=False,
 def check_forged_experts():
     """FORGE on experts, plain and least-loaded: armed, by each of 04's rungs, and by kept factors. Three steps of SGD
     in fp32, and the last dX (which must be of the old weights), are as close to fp64's as torch's on one process; with
-    fp32 masters of bf16 weights as close as those of one forged process."""
+    fp32 masters of bf16 weights as close as those of one forged process. Adam-mini, of experts larger than a slab, by
+    any rung, is as in one slab."""
     exact, peer = (train_forged(None, dtype=dtype) for dtype in (torch.float64, torch.float32))
     masters = train_forged(None, "master")
     for policy, stash in itertools.product(("ep", LLEP), (False, True)):
@@ -1568,6 +1570,11 @@ def check_forged_experts():
     for rows in (128, 256):
         found = train_forged("ep", "fp32", rung="slab", slab=4 * rows * 256, **wide)
         parallel.as_good(f"forged experts, slabs of {rows} rows", torch.float32, found, peer, exact)
+    wide |= dict(layout="fp32", rule=forging.AdamMini(weight_decay=0.1), steps=1)
+    want = train_forged("ep", **wide)
+    for rung, backend in forging.rungs(here()):
+        found = train_forged("ep", **wide, rung=rung, backend=backend, slab=4 * 128 * 256)
+        parallel.compare(f"Adam-mini of experts, {rung}, {backend}", found, want, 1e-5)
 
 
 def check_recompute():

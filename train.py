@@ -845,10 +845,9 @@ def predict_memory(config, batch, accum, args, device, processes=1):
     states += 2 * V * D * forging.state_bytes(table_rule, args.states if both else "fp32") + 8 * uncut
     # Of the forged weights' gradients one layer's is alive, or a slab of it, which is kept from step to step.
     rung = "auto" if has_kernels(device) else "hook"
-    mini = args.rule == "adam-mini" and rung == "auto"  # takes slabs of whole rows
-    plans = [forging.plan_matrices(s.M * s.count, s.K, s.count) if muon else
-             forging.plan_update(s.M, s.K, N * s.met // s.count, args.states, "slab" if mini else rung, by_rows=mini)
-             for s in layer_shapes(config, tp)]
+    mini = args.rule == "adam-mini" and rung == "auto"  # has slabs also where gradients are kept
+    plans = [forging.plan_step(rule, s.M * s.count if muon else s.M, s.K, N * s.met // s.count, args.states, rung,
+                               matrices=s.count) for s in layer_shapes(config, tp)]
     layer = max(plan.bytes for plan in plans)
     rows = forging.plan_update(V, D, N, args.states, "slab", by_rows=True)
     layer = max(layer, rows.bytes if both else 0) if forged or muon or mini else 0
