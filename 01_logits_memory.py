@@ -24,7 +24,7 @@ What you will see
 How to launch
     python 01_logits_memory.py                  GPU if there is one, otherwise the CPU; under a minute
     python 01_logits_memory.py --break no-max   plant a famous bug and watch its check fail (exit status 1)
-    python 01_logits_memory.py --readme         write the results into README.md
+    python 01_logits_memory.py --check          the checks alone, without measurements
 
 References
     Cut Your Losses in Large-Vocabulary Language Models, arXiv 2411.09009 (Figure 1, Tables A1 and A3).
@@ -35,23 +35,18 @@ Left out on purpose: activation checkpointing, label smoothing, z-loss (add it t
 
 import argparse
 import contextlib
-import datetime
 import gc
 import importlib.metadata
 import importlib.util
 import inspect
 import io
-import logging
 import math
-import multiprocessing.connection
 import os
 import platform
-import re
-import signal
 import statistics
 import sys
 import sysconfig
-import threading
+import textwrap
 import time
 import weakref
 import zlib
@@ -63,7 +58,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
@@ -81,50 +75,30 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 MIB = 2**20
 
 
+class BadInput(ValueError):
+    """A user's mistake: one line that names the fix. run_stage and train.py turn it, and OSError, into that line and
+    status 2; any other error keeps its traceback."""
+
 # ==== 1. The reference: two stages, everything materialised, obviously correct ========================================
-
-
-def check_arguments(E, C, targets, bias=None, reduction="mean", shift=0, softcap=None):
-    """Raise ValueError with one line that names the argument, its value and the fix."""
-    if C.dim() != 2 or not C.numel():
-        raise ValueError(f"C has shape {tuple(C.shape)}: pass the classifier as (V, D), neither of them 0")
-    if E.dim() < 2 or E.shape[-1] != C.shape[1]:
-        raise ValueError(f"E has shape {tuple(E.shape)}: pass (..., {C.shape[1]}), one row a token, as wide as C")
-    if targets.shape != E.shape[:-1]:
-        raise ValueError(f"targets has shape {tuple(targets.shape)}: pass one per row of E, {tuple(E.shape[:-1])}")
-    if targets.dtype != torch.int64:
-        raise ValueError(f"targets has dtype {targets.dtype}: pass targets.long()")
-    if bias is not None and bias.shape != C.shape[:1]:
-        raise ValueError(f"bias has shape {tuple(bias.shape)}: pass one value per class, ({C.shape[0]},)")
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"reduction is {reduction!r}: use 'mean', 'sum' or 'none'")
-    if not isinstance(shift, int) or shift < 0:
-        raise ValueError(f"shift is {shift!r}: use 0 for aligned targets, 1 to predict the next token")
-    if shift and shift >= targets.shape[-1]:
-        raise ValueError(f"shift is {shift} but a sequence has {targets.shape[-1]} tokens: pass longer sequences")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap is {softcap!r}: use None or a positive number")
-    for name, tensor in (("C", C), ("targets", targets), ("bias", bias)):
-        if tensor is not None and tensor.device != E.device:
-            raise ValueError(f"{name} is on {tensor.device} but E is on {E.device}: move {name} there")
-
-
-def check_target_range(targets, vocab, ignore_index):
-    """Raise ValueError when a target is neither a class nor ignore_index. Reads the targets back: stalls a GPU."""
-    bad = targets[(targets != ignore_index) & ((targets < 0) | (targets >= vocab))]
-    if bad.numel():
-        raise ValueError(f"targets holds {int(bad[0])}: use 0 to {vocab - 1}, or ignore_index = {ignore_index}")
-
-
-def shift_tokens(E, targets, shift):
-    """Pair position t of E (..., T, D) with target t + shift of targets (..., T), as far as both exist."""
-    return (E[..., :-shift, :], targets[..., shift:]) if shift else (E, targets)
+#
+# The maths above, line by line, and the yardstick of every faster version. One thing needs care: exp(89) overflows in
+# fp32. The largest logit of a row can be taken out first, since it cancels:
+#
+#     log sum exp(l) = m + log sum exp(l - m)       logits 1000, 1001:  1001 + log(e^-1 + e^0) = 1001.313, no overflow
+#
+# In torch a row's derivative falls out by itself; 02 will write it down: softmax - onehot, times what comes from above.
 
 
 def log_sum_exp(logits):
-    """(..., V) -> (...). Subtracting the maximum keeps exp() finite; it cancels, so no gradient runs through it."""
+    """(..., V) -> (...). The maximum cancels, so no gradient runs through it."""
     top = logits.detach().amax(-1, keepdim=True)  # (..., 1)
     return top.squeeze(-1) + (logits - top).exp().sum(-1).log()
+
+
+def token_losses(lse, target_logit, targets, V, ignore_index=-100):
+    """lse, target_logit, targets (...) -> loss (...): 0 for ignored tokens, NaN for targets that are no class."""
+    loss = (lse - target_logit).where((targets >= 0) & (targets < V), math.nan)
+    return loss.where(targets != ignore_index, 0.0)
 
 
 def reduce_loss(loss, kept, reduction):
@@ -135,19 +109,17 @@ def reduce_loss(loss, kept, reduction):
 
 
 def linear_cross_entropy_reference(
-    E, C, targets, bias=None, *, ignore_index=-100, softcap=None, reduction="mean", shift=0, return_lse=False
+    E, C, targets, bias=None, *, ignore_index=-100, softcap=None, reduction="mean", return_lse=False
 ):
-    """Cross-entropy of E C^T against targets, the obvious way: the yardstick of every faster version.
+    """Cross-entropy of E C^T against targets, the obvious way.
 
     E (..., D), C (V, D), bias (V,): any float dtype; computed in fp32, or in fp64 when E is fp64. targets (...) int64.
-    softcap s replaces a logit l by s tanh(l / s). shift=k predicts the token k ahead: the last k positions of E and the
-    first k of targets drop out. Tokens with ignore_index have loss 0; if all are ignored, the loss is 0 and every
-    gradient is zero (torch's mean would be NaN). Returns the loss, scalar or (...) for reduction="none"; with
-    return_lse also the log-sum-exp (...) of every token. ValueError on arguments that do not fit, targets included.
+    softcap s replaces a logit l by s tanh(l / s). Tokens with ignore_index have loss 0; if all are ignored, the loss is
+    0 and every gradient is zero (torch's mean would be NaN). Returns the loss, scalar or (...) for reduction="none";
+    with return_lse also the log-sum-exp (...) of every token. BadInput on arguments that do not fit, targets included.
     """
-    check_arguments(E, C, targets, bias, reduction, shift, softcap)
+    check_arguments(E, C, targets, bias, reduction, softcap)
     check_target_range(targets, C.shape[0], ignore_index)
-    E, targets = shift_tokens(E, targets, shift)
     dtype = torch.float64 if E.dtype == torch.float64 else torch.float32
     with torch.autocast(E.device.type, enabled=False):
         logits = E.to(dtype) @ C.to(dtype).T  # (..., V): the buffer that this series is about
@@ -155,58 +127,89 @@ def linear_cross_entropy_reference(
             logits = logits + bias.to(dtype)
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
-        kept = targets != ignore_index  # (...)
         lse = log_sum_exp(logits)  # (...)
-        target_logit = logits.gather(-1, targets.where(kept, 0).unsqueeze(-1)).squeeze(-1)  # (...)
-        loss = reduce_loss((lse - target_logit).where(kept, 0.0), kept, reduction)
+        index = targets.clamp(min=0).unsqueeze(-1)  # (..., 1): any class will do for an ignored token
+        target_logit = logits.gather(-1, index).squeeze(-1)  # (...)
+        loss = token_losses(lse, target_logit, targets, C.shape[0], ignore_index)
+        loss = reduce_loss(loss, targets != ignore_index, reduction)
     return (loss, lse) if return_lse else loss
 
 
+def check_arguments(E, C, targets, bias=None, reduction="mean", softcap=None):
+    """Raise BadInput with one line that names the argument, its value and the fix."""
+    if C.dim() != 2 or not C.numel():
+        raise BadInput(f"C has shape {tuple(C.shape)}: pass the classifier as (V, D), neither of them 0")
+    if E.dim() < 2 or E.shape[-1] != C.shape[1]:
+        raise BadInput(f"E has shape {tuple(E.shape)}: pass (..., {C.shape[1]}), one row a token, as wide as C")
+    if targets.shape != E.shape[:-1]:
+        raise BadInput(f"targets has shape {tuple(targets.shape)}: pass one per row of E, {tuple(E.shape[:-1])}")
+    if targets.dtype != torch.int64:
+        raise BadInput(f"targets has dtype {targets.dtype}: pass targets.long()")
+    if bias is not None and bias.shape != C.shape[:1]:
+        raise BadInput(f"bias has shape {tuple(bias.shape)}: pass one value per class, ({C.shape[0]},)")
+    if reduction not in ("mean", "sum", "none"):
+        raise BadInput(f"reduction is {reduction!r}: use 'mean', 'sum' or 'none'")
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise BadInput(f"softcap is {softcap!r}: use None or a positive number")
+    for name, tensor in (("C", C), ("targets", targets), ("bias", bias)):
+        if tensor is not None and tensor.device != E.device:
+            raise BadInput(f"{name} is on {tensor.device} but E is on {E.device}: move {name} there")
+
+
+def check_target_range(targets, vocab, ignore_index):
+    """Raise BadInput when a target is neither a class nor ignore_index. Reads the targets back: stalls a GPU."""
+    bad = targets[(targets != ignore_index) & ((targets < 0) | (targets >= vocab))]
+    if bad.numel():
+        raise BadInput(f"targets holds {int(bad[0])}: use 0 to {vocab - 1}, or ignore_index = {ignore_index}")
+
+
 # ==== 2. The cost model: bytes, before anything is measured ===========================================================
+#
+# A prediction is a formula that was written down before the measurement. These are ours for the losses of section 3;
+# what all three have in common is 4 bytes times tokens times classes:
+#
+#   materialised    in backward three fp32 (N, V) buffers are alive at once: the log-probabilities kept from forward,
+#                   their gradient, and the gradient of the logits                                          12 N V
+#   in chunks       one fp32 buffer of `chunk` rows, which becomes G in place, and for 16-bit inputs a copy of G in 16
+#                   bits for the matrix products; dE; and the sum for dC in fp32. At the end two results of b bytes an
+#                   element, b (N + V) D, are made of the last two.
+#
+# The puzzle's numbers, N = V = 65,536 and D = 768 in bf16: 48 GiB materialised, and 3.4 GiB in 8 chunks.
 
 
 def materialised_bytes(N, V):
-    """Peak of a materialised loss, beyond its inputs: in backward, three fp32 (N, V) buffers are alive at once:
-    the log-probabilities kept from forward, their gradient, and the gradient of the logits."""
+    """Peak of a materialised loss and its gradients, beyond its inputs."""
     return 3 * 4 * N * V
 
 
 def chunked_bytes(N, V, D, chunk, itemsize):
-    """Peak of the chunked loss: dE and an fp32 accumulator for dC, and of the chunk either three fp32 copies of its
-    logits (inside log_sum_exp) or its gradient, a 16-bit copy of that, and the product that is added to dC."""
+    """Peak of the chunked loss and its gradients, beyond its inputs."""
     narrow = itemsize if itemsize < 4 else 0
-    return itemsize * N * D + 4 * V * D + max(12 * chunk * V, (4 + narrow) * chunk * V + itemsize * V * D)
+    return itemsize * N * D + max(4, itemsize) * V * D + max((4 + narrow) * chunk * V, itemsize * (N + V) * D)
 
 
 class ModelShape(NamedTuple):
     """A published model: vocabulary V, hidden width D, layers L; params as the paper counts them, buffers included
-    (GPT-2: 124,439,808 and 12 causal masks of 1024^2); and, where we have it, what its Table A3 prints: tokens a batch
-    with and without logits."""
+    (GPT-2: 124,439,808 and 12 causal masks of 1024^2); what its Table A3 prints: tokens a batch with and without
+    logits."""
 
     name: str
     vocab: int
     hidden: int
     layers: int
     params: int
-    printed: tuple | None = None
+    printed: tuple
 
 
 MODELS = [
     ModelShape("GPT-2", 50257, 768, 12, 137_022_720, (5_866_190, 69_845_595)),
     ModelShape("GPT-Neo 1.3B", 50257, 2048, 24, 1_365_907_456, (4_268_047, 12_996_042)),
-    ModelShape("GPT-Neo 2.7B", 50257, 2560, 32, 2_718_416_384),
     ModelShape("Gemma 2B", 256000, 2048, 18, 2_506_172_416, (1_155_515, 17_204_330)),
     ModelShape("Gemma 2 2B", 256000, 2304, 26, 2_614_341_888, (1_108_206, 10_580_057)),
-    ModelShape("Gemma 2 27B", 256000, 4608, 46, 27_227_128_320),
     ModelShape("Llama 2 7B", 32000, 4096, 32, 6_738_415_616, (3_164_429, 4_709_560)),
-    ModelShape("Llama 2 13B", 32000, 5120, 40, 13_015_864_320),
     ModelShape("Llama 3 8B", 128256, 4096, 32, 8_030_261_248, (1_579_333, 4_670_136)),
-    ModelShape("Llama 3 70B", 128256, 8192, 80, 70_553_706_496),
     ModelShape("Mistral 7B", 32000, 4096, 32, 7_241_732_096, (3_154_108, 4_694_200)),
-    ModelShape("Mixtral 8x7B", 32000, 4096, 32, 46_702_792_704),
     ModelShape("Phi 1.5", 50295, 2048, 24, 1_418_270_720, (4_264_482, 12_991_781)),
-    ModelShape("Phi 3 Medium", 32011, 5120, 40, 13_960_238_080),
-    ModelShape("Qwen 1.5 7B", 151646, 4096, 32, 7_721_324_544),
 ]
 LOGIT_BYTES = 4  # the paper counts logits in fp32
 
@@ -222,74 +225,174 @@ def max_batch_tokens(shape, gpus=16, gib_per_gpu=75, logits=True):
 
 
 # ==== 3. The ladder of remedies inside PyTorch ========================================================================
+#
+# Rung 0 is what most people write. Rung 1 drops the tokens that have no loss before the classifier sees them. Rung 2
+# cuts the tokens into chunks, and uses that the gradient of a mean needs nothing from backward but one scalar: so it
+# can be formed in forward, while the chunk's logits are at hand.
+#
+#            V classes               for each chunk:  logits = E C^T                 2 chunk V D FLOP
+#        +-----------------+                          softmax in place of the logits, minus the onehot: G
+#        |/////////////////|  chunk                   dE of these rows = G C         2 chunk V D
+#        +-----------------+                          dC += G^T E                    2 chunk V D
+#        |                 |         Three matrix passes over all, as many as with the logits kept; what it costs is dC,
+#        +-----------------+         now a sum over chunks, in fp32 so that small terms are not lost in it.
 
 
 def materialised_loss(E, C, targets):
-    """Rung 0, what most people write: logits in the dtype of E, then a cross-entropy in fp32."""
+    """Rung 0: logits in the dtype of E, then a cross-entropy in fp32. E (N, D), C (V, D), targets (N,) -> mean."""
     return F.cross_entropy((E @ C.T).float(), targets)
 
 
 def drop_ignored(loss, E, C, targets, ignore_index=-100):
-    """Rung 1: ignored tokens cost as much as others until they are dropped before the classifier. Works with every
-    loss(E, C, targets) of this series; the boolean mask reads a count back, which stalls a GPU once."""
+    """Rung 1, for every loss(E, C, targets) of this series. The boolean mask reads a count back, which stalls a GPU
+    once. With nothing left the loss is 0, and so are the gradients."""
     kept = targets != ignore_index  # (N,)
+    if not kept.any():
+        return (E[:0].sum() + C[:0].sum()).float()
     return loss(E[kept], C, targets[kept])
 
 
+def product_dtypes(E):
+    """The dtype of sums of products with E, and that of their factors: on a GPU its own, since matrix units take 16
+    bits and sum in fp32; on a CPU fp32, since it has no such units."""
+    sums = torch.promote_types(E.dtype, torch.float32)
+    return sums, E.dtype if E.is_cuda else sums
+
+
+def add_to(total, A, B):
+    """total += A @ B, summed in the dtype of total whatever the factors are."""
+    if A.dtype == total.dtype:
+        return total.addmm_(A, B.to(A.dtype))
+    return torch.addmm(total, A, B, out_dtype=total.dtype, out=total)  # 16-bit factors, fp32 sum: one cuBLAS call
+
+
+def set_to(out, A, B):
+    """out = A @ B, summed in fp32 (fp64), rounded once."""
+    if A.dtype == B.dtype == out.dtype:
+        return torch.mm(A, B, out=out)
+    if A.dtype == out.dtype or out.dtype == torch.promote_types(A.dtype, torch.float32):
+        return add_to(out.zero_(), A, B)
+    return out.copy_(A @ B.to(A.dtype))
+
+
+def block_logits(E, C, bias=None, softcap=None):
+    """E (N, D), C (W, D) a block of classes, bias (W,) -> (N, W), in fp32 or fp64 whatever the inputs are."""
+    sums, narrow = product_dtypes(E)
+    if narrow == sums:
+        logits = E.to(sums) @ C.to(sums).T  # (N, W)
+    else:
+        logits = torch.mm(E, C.T, out_dtype=sums)
+    if bias is not None:
+        logits += bias
+    return logits if softcap is None else torch.tanh_(logits.div_(softcap)).mul_(softcap)
+
+
+def exponentials_(logits):
+    """logits (N, W) -> lse (N,) and the sums (N, 1) of what is now in their place, exp(logit - the row's maximum). The
+    clamp is for rows of nothing but -inf, whose lse is -inf, not NaN."""
+    top = logits.amax(1, keepdim=True).clamp_(min=torch.finfo(logits.dtype).min)  # (N, 1)
+    total = logits.sub_(top).exp_().sum(1, keepdim=True)  # (N, 1)
+    return (top + total.log()).squeeze(1), total
+
+
+def gather_targets(logits, targets):
+    """logits (N, W), targets (N,) -> (N,): the target's logit, 0 where the target is none of the W columns."""
+    inside = (targets >= 0) & (targets < logits.shape[1])
+    return logits.gather(1, targets.where(inside, 0).unsqueeze(1)).squeeze(1).where(inside, 0.0)
+
+
+def subtract_onehot_(G, targets, g):
+    """G (N, W) -= g (N,) at each row's target, where that is one of the W columns."""
+    inside = (targets >= 0) & (targets < G.shape[1])
+    return G.scatter_add_(1, targets.where(inside, 0).unsqueeze(1), -g.where(inside, 0.0).unsqueeze(1).to(G.dtype))
+
+
+def rows_of_logits(E, C, targets, g, bias):
+    """Some rows E (R, D) and all of C (V, D): G (R, V) = g * (softmax - onehot), lse (R,), the target's logit (R,)."""
+    logits = block_logits(E, C, bias)  # (R, V)
+    target_logit = gather_targets(logits, targets)  # (R,)
+    lse, total = exponentials_(logits)
+    G = subtract_onehot_(logits.mul_(g.unsqueeze(1) / total), targets, g)  # in place of the logits
+    return G.to(product_dtypes(E)[1]), lse, target_logit
+
+
 class _ChunkedLoss(torch.autograd.Function):
-    """The gradient of a mean needs nothing from backward but one scalar, so it can be formed chunk by chunk in forward,
-    while the chunk's logits are at hand: three matrix products of 2 N V D FLOP (logits, dE, dC), as many as with the
-    logits kept. Making them again in backward would take four (02)."""
+    """(E, C, bias) -> the mean or sum of the losses, its gradients finished in forward but for the upstream gradient,
+    one number. (If that is no power of two, a 16-bit dE is rounded again; the mean's own division is already in.)
+    rows_of makes G of a chunk, as rows_of_logits does; 02 has a faster one."""
 
     @staticmethod
-    def forward(ctx, E, C, targets, chunk, ignore_index):
-        kept = targets != ignore_index  # (N,)
-        scale = token_weights(kept)  # (N,)
-        loss = torch.zeros((), device=E.device)
-        dE = torch.empty_like(E)  # (N, D)
-        dC = torch.zeros_like(C, dtype=torch.float32)  # (V, D): the price, an accumulator as large as C in fp32
-        for start in range(0, E.shape[0], chunk):
-            rows = slice(start, start + chunk)
-            logits = (E[rows] @ C.T).float()  # (chunk, V)
-            lse = log_sum_exp(logits)  # (chunk,)
-            index = targets[rows].where(kept[rows], 0).unsqueeze(-1)  # (chunk, 1)
-            loss += ((lse - logits.gather(-1, index).squeeze(-1)) * scale[rows]).sum()
-            G = logits.sub_(lse.unsqueeze(-1)).exp_()  # (chunk, V) softmax, in place of the logits
-            G.scatter_add_(-1, index, -torch.ones_like(index, dtype=G.dtype)).mul_(scale[rows].unsqueeze(-1))
-            G = G.to(E.dtype)
-            dE[rows] = G @ C
-            dC += G.T @ E[rows]
-            del logits, G  # or the next chunk's logits would be alive beside this one's
-        ctx.save_for_backward(dE, dC.to(C.dtype))
-        return loss
+    def forward(ctx, E, C, bias, targets, ignore_index, reduction, chunk, rows_of):
+        with torch.autocast(E.device.type, enabled=False):
+            sums, kept = product_dtypes(E)[0], targets != ignore_index  # (N,)
+            g = token_weights(kept.to(sums), reduction)  # (N,) upstream gradient of each token's loss
+            g = g.where((targets >= 0) & (targets < C.shape[0]), 0.0)  # a target that is no class: NaN, no gradient
+            need_E, need_C, need_bias = ctx.needs_input_grad[:3]
+            losses = torch.empty(E.shape[0], dtype=sums, device=E.device)  # (N,)
+            dE = torch.empty_like(E) if need_E else None
+            dC = torch.zeros(C.shape, dtype=sums, device=C.device) if need_C else None  # the price of this rung
+            db = torch.zeros(bias.shape, dtype=sums, device=C.device) if need_bias else None
+            for start in range(0, E.shape[0], chunk):
+                rows = slice(start, start + chunk)
+                G, lse, target_logit = rows_of(E[rows], C, targets[rows], g[rows], bias)  # (R, V), (R,), (R,)
+                losses[rows] = token_losses(lse, target_logit, targets[rows], C.shape[0], ignore_index)
+                if need_E:
+                    set_to(dE[rows], G, C)
+                if need_C:
+                    add_to(dC, G.T, E[rows])
+                if need_bias:
+                    db += G.sum(0, dtype=sums)
+                del G  # or the next chunk's logits would be alive beside it
+        ctx.save_for_backward(dE, dC, db)
+        ctx.dtypes = E.dtype, C.dtype, None if bias is None else bias.dtype
+        return reduce_loss(losses, kept, reduction)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        dE, dC = ctx.saved_tensors
-        return dE * grad, dC * grad, None, None, None
+        scaled = lambda g, dtype: torch.mul(g, grad, out=torch.empty_like(g, dtype=dtype))  # noqa: E731
+        pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        return *(None if g is None else scaled(g, dtype) for g, dtype in pairs), None, None, None, None, None
 
 
-def token_weights(kept):
-    """kept (N,) -> (N,): each token's share of the mean, counted over ALL tokens, not over those of a chunk."""
-    return kept / kept.sum().clamp(min=1)
+def token_weights(kept, reduction="mean"):
+    """kept (N,) -> (N,): each token's share of the result, of a mean counted over ALL tokens, not those of a chunk."""
+    return kept / kept.sum().clamp(min=1) if reduction == "mean" else kept
 
 
 def chunked_linear_cross_entropy(E, C, targets, *, chunk=1024, ignore_index=-100):
-    """Mean loss with `chunk` rows of logits alive at a time. E (N, D), C (V, D), targets (N,); scalar fp32.
+    """Rung 2: mean loss with `chunk` rows of logits alive at a time. E (N, D), C (V, D), targets (N,); scalar fp32.
 
-    Differentiable once. The approach of torchtune and Liger Kernel (arXiv 2410.10989). ValueError on arguments that do
-    not fit."""
+    Differentiable once. The approach of torchtune and Liger Kernel (arXiv 2410.10989). BadInput on arguments that do
+    not fit, fp16 among them: a mean's gradients vanish in its five exponent bits."""
     check_arguments(E, C, targets)
     check_target_range(targets, C.shape[0], ignore_index)
-    if E.dim() != 2 or E.dtype != C.dtype:
-        raise ValueError(f"E is {E.dtype} of shape {tuple(E.shape)}: pass (N, D) in the dtype of C, {C.dtype}")
+    if E.dim() != 2 or E.dtype != C.dtype or E.dtype == torch.float16:
+        raise BadInput(f"E is {E.dtype} {tuple(E.shape)}, C is {C.dtype}: pass E as (N, D), both in bf16, fp32 or fp64")
     if chunk < 1:
-        raise ValueError(f"chunk is {chunk}: use at least 1 row")
-    return _ChunkedLoss.apply(E, C, targets, chunk, ignore_index)
+        raise BadInput(f"chunk is {chunk}: use at least 1 row")
+    return _ChunkedLoss.apply(E, C, None, targets, ignore_index, "mean", chunk, rows_of_logits)
 
 
 # ==== 4. The machine whose memory we count: a GPT, and text to train it on ============================================
+#
+#     tokens (B, T) -> embedding, normalised -> L blocks -> norm -> E (B, T, D)      the classifier C (V, D) comes later
+#
+#     a block:  x -+-> norm1 -> qkv -> q, k normalised, turned -> attention -> proj -(+)-+-> norm2 -> MLP -(+)->
+#                  +-----------------------------------------------------------------^   +------------------^
+#
+# The model stops before its classifier, a plain parameter of its own, so that any loss can be put on top. What a layer
+# keeps from forward to backward, in multiples of D elements a token:
+#
+#     the stream, before each half     2      in fp32 also under autocast (kept for the norms)
+#     the outputs of both norms        2
+#     q, k and v                       3
+#     q and k, normalised and turned   2
+#     the output of attention          1
+#     the MLP before and after gelu    4 + 4      in all 18
+#
+# Where a norm is not one fused kernel it also keeps its normalised input, 2 more. (The norms of q and k keep these,
+# which are there, and a number a head; unfused under autocast both again, in fp32.)
 
 
 @dataclass(frozen=True)
@@ -313,6 +416,17 @@ class GPTConfig:
         return 6 * matrices + 12 * self.layers * self.seq * self.dim
 
 
+def activation_bytes(config, tokens, autocast=False, fused_norm=False):
+    """What the forward pass over `tokens` tokens keeps for backward: a layer as in the table above. Before the layers:
+    what is looked up, for its norm. After them: the last stream, E, and the last norm likewise. Autocast keeps the
+    stream, the unfused norms and E in fp32, the rest in bf16, and with it a bf16 copy of every matrix."""
+    norms = 1 if fused_norm else 2  # fp32 tensors that a norm keeps
+    stream, others = 2 * norms * 4, 16 * (2 if autocast else 4)
+    qk_again = 2 * 4 if autocast and not fused_norm else 0
+    copies = 2 * 12 * config.layers * config.dim**2 if autocast else 0
+    return tokens * config.dim * (config.layers * (stream + others + qk_again) + (norms + 2) * 4) + copies
+
+
 def rotate(x, cos, sin):
     """x (B, T, H, D/H), cos, sin (T, 1, D/H/2): turn pairs (i, i + half) by the position's angle, arXiv 2104.09864."""
     a, b = x.chunk(2, -1)
@@ -330,9 +444,9 @@ def causal_attention(q, k, v):
 
 
 class Block(nn.Module):
-    """One pre-norm transformer layer: x + attention(norm(x)), then x + mlp(norm(x)). How many heads there are, forward
-    reads from the shape of qkv, where a head's q, k and v lie together: any range of heads is a range of its rows (05
-    gives each rank one). 05 also puts another function of the same shapes into `attend`, and 07 has another mlp."""
+    """One pre-norm transformer layer: x + attention(norm(x)), then x + mlp(norm(x)). A head's q, k and v lie together
+    in qkv, so any range of heads is a range of its rows; how many there are, forward reads from its shape. `attend` is
+    an attribute, so that another function of the same shapes can take its place."""
 
     def __init__(self, config):
         super().__init__()
@@ -368,13 +482,12 @@ class GPT(nn.Module):
 
     Two norms have no parameters. Embeddings begin with elements of 0.02. Without a norm behind them, so would the
     stream, and the first layer's norm would multiply by 50, in forward and then their gradient in backward: training
-    bursts at the first odd batch. And q and k, normalised, cannot make scores that grow with the weights. `classifier`
-    is a plain (V, D) parameter, not tied to the embedding, so that any loss can be put on top."""
+    bursts at the first odd batch. And q and k, normalised, cannot make scores that grow with the weights."""
 
     def __init__(self, config):
         super().__init__()
         if config.dim % (2 * config.heads):
-            raise ValueError(f"dim {config.dim} with {config.heads} heads: dim must be a multiple of 2 * heads")
+            raise BadInput(f"dim {config.dim} with {config.heads} heads: dim must be a multiple of 2 * heads")
         self.config = config
         self.embedding = nn.Embedding(config.vocab, config.dim)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
@@ -393,7 +506,7 @@ class GPT(nn.Module):
     def forward(self, tokens):
         T = tokens.shape[1]
         if T > self.config.seq:
-            raise ValueError(f"tokens has {T} positions: this model was built for seq = {self.config.seq}")
+            raise BadInput(f"tokens has {T} positions: this model was built for seq = {self.config.seq}")
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x, self.cos[:T], self.sin[:T])
@@ -427,45 +540,32 @@ def corpus(tokens="bytes", packages=False, limit=256 * MIB):
     """Text that is on every machine: the source of the Python standard library (`packages`: and of what is installed).
 
     tokens="bytes": V = 256. tokens="bigrams": two bytes are one token, V = 65,536, a large vocabulary without a
-    tokenizer. Files are sorted, tests left out, cut at `limit` bytes. Whole files go to validation, chosen by a
-    checksum of their name, until they make 1 % and at least 64 KiB. ValueError when there is too little text."""
+    tokenizer. Files are sorted, tests left out, at most `limit` bytes. Whole files go to validation, chosen by a
+    checksum of their name, until they make 1 % and at least 64 KiB. BadInput when there is too little text."""
     if tokens not in ("bytes", "bigrams"):
-        raise ValueError(f"tokens is {tokens!r}: use 'bytes' or 'bigrams'")
-    paths = sysconfig.get_paths()
-    files, size = [], 0
+        raise BadInput(f"tokens is {tokens!r}: use 'bytes' or 'bigrams'")
+    files, size = [], 0  # of (checksum, text)
     for kind in ("stdlib", "purelib") if packages else ("stdlib",):
         for path in source_files(kind):
-            if size < limit:
-                files.append((zlib.crc32(str(path.relative_to(paths[kind])).encode()), path.read_bytes()))
+            if size + path.stat().st_size <= limit:
+                name = str(path.relative_to(sysconfig.get_paths()[kind]))
+                files.append((zlib.crc32(name.encode()), path.read_bytes()))
                 size += len(files[-1][1])
     if size < MIB:
-        raise ValueError(f"only {size} bytes of Python source under {paths['stdlib']}: pass a text with --data FILE")
-    held, val_size = set(), 0
-    for i in sorted(range(len(files)), key=lambda i: files[i][0]):
-        if val_size >= max(64 * 1024, size // 100):
-            break
-        held.add(i)
-        val_size += len(files[i][1])
-    parts = [b"".join(text for i, (_, text) in enumerate(files) if (i in held) == side) for side in (False, True)]
+        raise BadInput(f"only {size} bytes of Python source are installed here: pass a text with --data FILE")
+    parts, val_size = {True: [], False: []}, 0
+    order = sorted(range(len(files)), key=lambda i: files[i][0])
+    held = set()
+    while val_size < max(64 * 1024, size // 100):
+        held.add(order[len(held)])
+        val_size += len(files[order[len(held) - 1]][1])
+    for i, (_, text) in enumerate(files):
+        parts[i in held].append(text)
     width = 1 if tokens == "bytes" else 2
-    train, val = (np.frombuffer(part[: len(part) // 2 * 2], np.dtype(f"<u{width}")) for part in parts)
+    joined = (b"".join(parts[side]) for side in (False, True))
+    train, val = (np.frombuffer(part[: len(part) // 2 * 2], np.dtype(f"<u{width}")) for part in joined)
     origin = f"standard library of Python {platform.python_version()}" + (" and installed packages" if packages else "")
     return Corpus(train, val, 256**width, width, f"{origin}, {len(files)} files")
-
-
-def activation_bytes(config, tokens, autocast=False, fused_norm=False):
-    """What the forward pass over `tokens` tokens keeps for backward.
-
-    A layer keeps, in multiples of D elements a token: the stream before each half 2, norm outputs 2, q k v 3, turned q
-    and k 2, attention 1, MLP 4 + 4, in all 18; a norm that is not one fused kernel also keeps its normalised input, 2
-    more. (The norms of q and k keep these, which are there, and a number a head; unfused under autocast both again, in
-    fp32.) Before the layers: what is looked up, for its norm. After them: the last stream, E, and the last norm
-    likewise. Autocast keeps the stream, the unfused norms and E in fp32, the rest in bf16, and with it a bf16 copy of
-    every matrix."""
-    norms = 1 if fused_norm else 2  # fp32 tensors that a norm keeps
-    layer = 2 * norms * 4 + 16 * (2 if autocast else 4) + 2 * 4 * (autocast and not fused_norm)
-    copies = 2 * 12 * config.layers * config.dim**2 if autocast else 0
-    return tokens * config.dim * (config.layers * layer + (norms + 2) * 4) + copies
 
 
 # ==== 5. Predictions beside measurements: ledger, clock, byte counter, device =========================================
@@ -487,7 +587,7 @@ class Ledger:
         number = lambda x: "-" if x is None else f"{x:.5g} {unit}".strip()  # noqa: E731
         ratio, verdict, limits = "", "-", "-"
         if None not in (measured, predicted, band):
-            quotient = measured / predicted
+            quotient = measured / predicted if predicted else 1 + measured
             good = band[0] <= quotient <= band[1]  # NaN is not good
             self.ok = self.ok and good
             ratio, verdict, limits = f"{quotient:.3f}", "yes" if good else "NO", f"{band[0]:g}..{band[1]:g}"
@@ -527,15 +627,26 @@ def bench(fn, device="cpu", warmup=1, runs=7):
     return Timing(median, (high - low) / 2)
 
 
+# A byte counter that works on any device. Torch lets us stand between the program and every operation it runs. What an
+# operation returns is a tensor; behind it is a storage, the memory itself, which views share. A storage that neither
+# came in nor is known has just been born:
+#
+#     a = zeros(n)       a new storage: born, n bytes under the phase that the program is in
+#     b = a.view(2, -1)  the storage came in: nothing
+#     b.add_(1)          the same
+#     del a, b           the last tensor is gone, Python finalises the storage: died
+#
+# weakref.finalize(object, function, ...) calls the function at that moment. _cdata is the address of the storage's C++
+# object: its name for as long as it lives, and no longer, so the file is closed when it dies. Two things to know: what
+# a library call takes and gives back within itself is not seen, and autograd, while it is watched, adds two gradients
+# that meet into a third buffer where it would otherwise add in place.
+
 on_death = weakref.finalize
 
 
 class LiveBytes(TorchDispatchMode):
-    """Follows every storage made inside the block from its birth to its death, on any device.
-
-    Bytes are filed under the `phase` in which they were made; `at_peak` keeps the files as they were at the peak. Two
-    things to know: what a library call takes and gives back within itself is not seen, and autograd, while it is
-    watched, adds two gradients that meet into a third buffer where it would otherwise add in place."""
+    """Follows every storage made inside the block from its birth to its death, filed under the `phase` of its birth.
+    live, phases: bytes now, in all and by phase; peak, at_peak: as they were when there were most."""
 
     def __init__(self):
         super().__init__()
@@ -569,13 +680,9 @@ class LiveBytes(TorchDispatchMode):
         self.live -= size
         self.phases[self.files.pop(key)] -= size
 
-    def refile(self, tensor, phase):
-        """File a storage under another phase than that of its birth: a gradient is known as one when it is done."""
-        key, size = tensor.untyped_storage()._cdata, tensor.untyped_storage().nbytes()
-        if key in self.files:
-            self.phases[self.files[key]] -= size
-            self.files[key] = phase
-            self.phases[phase] += size
+    def begin(self, phase):
+        """A new phase, and a new peak."""
+        self.phase, self.peak, self.at_peak = phase, self.live, self.phases.copy()
 
 
 def peak_bytes(fn, device="cpu"):
@@ -597,18 +704,6 @@ def peak_bytes(fn, device="cpu"):
     return peak
 
 
-# Dense bf16 peaks in TFLOP/s from NVIDIA's data sheets (without sparsity). A GPU that is not listed is "unknown".
-PEAK_TFLOPS = {"B200": 2250, "H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "L40S": 362, "L4": 121}
-
-
-def peak_flops(device, dtype):
-    """FLOP/s that the data sheet promises for dense matrix products on this device in bf16 or fp16; None if unknown."""
-    if torch.device(device).type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((1e12 * t for key, t in PEAK_TFLOPS.items() if re.search(rf"\b{key}\b", name)), None)
-
-
 def describe_device(device="cpu"):
     """One line: the device, the versions, and whether Triton kernels are compiled or interpreted."""
     if torch.device(device).type == "cuda":
@@ -627,176 +722,38 @@ def default_device():
     return torch.device("cuda" if HAS_CUDA else "cpu")
 
 
-# ==== 6. Several processes (first used by 05; skip it on a first reading) =============================================
-
-LAST_MOMENT = 10  # seconds to end in: of a replacement when all others have, of all when the parent is gone
+# ==== 6. The command line of a stage ==================================================================================
 
 
-def join_group(device, timeout=600):
-    """Join the torch.distributed group of the environment (RANK, WORLD_SIZE, ...): NCCL on "cuda", gloo on "cpu"."""
-    options = dict(timeout=datetime.timedelta(seconds=timeout))
-    if device == "cuda":
-        gpu = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        torch.cuda.set_device(gpu)
-        dist.init_process_group("nccl", device_id=gpu, **options)
-    else:
-        dist.init_process_group("gloo", **options)
+def check_name(check):
+    """Of check_orders, or of a functools.partial of it: "orders"."""
+    return getattr(check, "func", check).__name__.removeprefix("check_")
 
 
-def _follow_parent():
-    """End this process when its parent has ended, even by SIGKILL."""
-    multiprocessing.connection.wait([multiprocessing.parent_process().sentinel])
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(LAST_MOMENT)  # for who only notes the signal: without the parent's store no round can end any more
-    os.kill(os.getpid(), signal.SIGKILL)
+def chosen_checks(checks, only=None):
+    """All of them, or those named `only`. BadInput names the choices."""
+    names = dict.fromkeys(map(check_name, checks))
+    if only and only.removeprefix("check_") not in names:
+        raise BadInput(f"--check {only}: no such check: use one of {', '.join(names)}")
+    return [check for check in checks if not only or check_name(check) == only.removeprefix("check_")]
 
 
-def _rank_main(index, first, seat, fn, ranks, port, device, timeout, args):
-    """Runs in each child: join the process group, call fn(*args), leave. seat: the rank whose place it takes."""
-    threading.Thread(target=_follow_parent, daemon=True).start()
-    rank, seat = first + index, first + index if seat is None else seat
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(seat), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the store is the parent's, as under torchrun: rank 0 may die
-    # Beside a GPU the host only launches kernels: more threads would spin on the cores that the other ranks need.
-    torch.set_num_threads(1 if device == "cuda" else max(1, (os.cpu_count() or 1) // ranks))
-    if rank < ranks:
-        join_group(device, timeout)
-    fn(*args)
-    if dist.is_initialized():
-        dist.destroy_process_group()  # not after an error: the others may be inside a collective
+def call_check(check, device):
+    """check(), or check(device=device) if it takes one."""
+    return check(**({"device": device} if "device" in inspect.signature(check).parameters else {}))
 
 
-def spawn(fn, ranks, device="cpu", args=(), timeout=300, grace=30, spare=0, late=0, replace=False):
-    """Run fn(*args) in `ranks` new processes that form one torch.distributed group, gloo or NCCL by device.
-
-    fn must be importable (defined at the top of a file). A collective that waits longer than `timeout` seconds fails.
-    When one rank fails, the others are ended and its error is raised; but the first `spare` of those that a signal ends
-    are only noted, under gone/RANK in the store that this process keeps. late: further processes, which fn has to
-    bring into the group. replace: start another one for each that was lost, under a new RANK, with the LOCAL_RANK of
-    the old one; whether it joins or fails, the others go on, and when they have done their work it has 10 seconds
-    left. Ctrl-C and SIGTERM are passed on; ranks that have not left after `grace` seconds are killed, and
-    KeyboardInterrupt or SystemExit(143) is raised. Returns the ranks that were lost."""
-
-    def terminated(signum, frame):
-        raise SystemExit(128 + signum)
-
-    handlers = {signal.SIGTERM: terminated, signal.SIGINT: signal.default_int_handler}  # ignored after a script's `&`
-    previous, lost = {number: signal.signal(number, handler) for number, handler in handlers.items()}, []
-    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it tells of each process that it ends
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    setup = (fn, ranks, store.port, torch.device(device).type, timeout, args)
-    method = "spawn"  # each process imports torch anew: 4 seconds of a core
-    if device != "cuda" and "forkserver" in multiprocessing.get_all_start_methods():  # a copy of one that has it
-        method = "forkserver"
-        files = [] if HAS_CUDA else ["__main__", fn.__module__]  # which look for a GPU: CUDA does not survive a fork
-        multiprocessing.set_forkserver_preload(["torch", "torch._dynamo", *files])  # torch.optim imports the latter
-    contexts = []  # (processes started together, the first one's rank, the rank whose place it takes)
-
-    def start(first, count, seat=None):
-        context = torch.multiprocessing.start_processes(
-            _rank_main, (first, seat, *setup), count, join=False, daemon=True, start_method=method
-        )
-        contexts.append((context, first, seat))
-
-    def processes():
-        return [process for context, *_ in contexts for process in context.processes]
-
-    try:
-        start(0, ranks + late)
-        deadline = math.inf
-        while True:  # sentinels: those of a context that have not ended well yet
-            running = {key: (*item, i) for item in contexts for key, i in item[0].sentinels.items()}
-            if not running or time.monotonic() > deadline:
-                break
-            first_ones = contexts[0][0]
-            if deadline == math.inf and not first_ones.sentinels and any(p.exitcode == 0 for p in first_ones.processes):
-                deadline = time.monotonic() + LAST_MOMENT
-            for sentinel in multiprocessing.connection.wait(list(running), timeout=1):
-                context, first, seat, index = running[sentinel]
-                context.processes[index].join()
-                status = context.processes[index].exitcode
-                if status == 0:
-                    del context.sentinels[sentinel]
-                elif seat is not None and (status > 0 or len(lost) >= spare):  # the others do without it
-                    del context.sentinels[sentinel]
-                    store.set(f"gone/{first + index}", "")
-                    print(f"the replacement of process {seat} ended with status {status}", file=sys.stderr)
-                elif status < 0 and len(lost) < spare:
-                    del context.sentinels[sentinel]
-                    lost.append(first + index)
-                    store.set(f"gone/{first + index}", "")
-                    if replace:
-                        start(ranks + late + len(lost) - 1, 1, first + index if seat is None else seat)
-                else:
-                    context.join(timeout=0)  # raises the error of a rank that failed
-    except (KeyboardInterrupt, SystemExit):
-        for process in processes():
-            process.terminate()
-        deadline = time.monotonic() + grace
-        for process in processes():
-            process.join(max(0, deadline - time.monotonic()))
-        raise
-    finally:
-        for process in processes():
-            process.kill()
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-    return lost
+def checks_passed(checks):
+    """The line that says so. The same check with other arguments is named once."""
+    return textwrap.fill("checks passed: " + ", ".join(dict.fromkeys(map(check_name, checks))), 110)
 
 
-# ==== 7. The command line of a stage ==================================================================================
-
-
-class _Tee(io.StringIO):
-    """Keeps what it passes on to the terminal."""
-
-    def write(self, text):
-        sys.__stdout__.write(text)
-        sys.__stdout__.flush()
-        return super().write(text)
-
-
-def replace_atomically(path, data):
-    """Write bytes to a temporary file beside `path`, push them to the disk, and only then give them the name."""
-    path = Path(path)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    if os.name == "posix":  # the new name is safe from a power cut once the directory is on the disk, too
-        folder = os.open(path.parent, os.O_RDONLY)
-        os.fsync(folder)
-        os.close(folder)
-
-
-def chosen_lines(text, headlines, about=""):
-    """The lines of `text` that begin with one of `headlines`, in their order. headlines: {word: (beginning, ...)}. A
-    beginning that no line has is a ValueError, so that it cannot go stale; but those of a word that is neither in
-    `about` nor in the text (a GPU, a flag) may be missing. The word "" is everywhere."""
-    lines, wanted = text.splitlines(), [start for starts in headlines.values() for start in starts]
-    for word, starts in headlines.items():
-        missing = [start for start in starts if not any(line.startswith(start) for line in lines)]
-        if missing and word in about + text:
-            raise ValueError(f"HEADLINES: no line begins with {missing[0]!r}: name one that is printed")
-    return "\n".join(line for line in lines if line.startswith(tuple(wanted)))
-
-
-def publish(stage, text, command, device, path, headlines):
-    """Put the chosen lines of `text` between <!-- stage --> and <!-- /stage --> in the file `path`, with provenance."""
-    page = Path(path).read_text(encoding="utf-8")
-    before, begin, rest = page.partition(f"<!-- {stage} -->")
-    _, end, after = rest.partition(f"<!-- /{stage} -->")
-    if not (begin and end):
-        raise ValueError(f"{path} has no lines '<!-- {stage} -->' and '<!-- /{stage} -->': add them where results go")
-    about = f"`{command}`, {datetime.date.today()}, {describe_device(device)}"
-    block = f"\n{about}\n```text\n{chosen_lines(text, headlines, about)}\n```\n"
-    replace_atomically(path, (before + begin + block + end + after).encode())
+def run_checks(checks, device, only=None):
+    """Run these checks, or those of them that are named `only`, and say so. {name: what the check returned}."""
+    checks = chosen_checks(checks, only)
+    found = {check_name(check): call_check(check, device) for check in checks}
+    print(checks_passed(checks))
+    return found
 
 
 def run_break(namespace, name):
@@ -804,9 +761,8 @@ def run_break(namespace, name):
     when anything but the check fails."""
     check, attribute, bug = namespace["BREAKS"][name]
     namespace[attribute] = bug
-    on_device = "device" in inspect.signature(check).parameters
     try:
-        check(**({"device": default_device()} if on_device else {}))
+        call_check(check, default_device())
     except AssertionError as error:
         lines = str(error).strip().splitlines()
         print(f"--break {name}: caught by {check.__name__}: {lines[0] if lines else 'assertion'}")
@@ -823,35 +779,39 @@ def stage_parser(doc, namespace, add_arguments=None):
     parser = argparse.ArgumentParser(description=doc.strip().splitlines()[0])
     either = parser.add_mutually_exclusive_group()
     either.add_argument("--break", dest="bug", choices=list(namespace["BREAKS"]), help="plant this bug: exit status 1")
-    either.add_argument("--readme", nargs="?", const="README.md", metavar="FILE", help="write the main lines into FILE")
+    either.add_argument("--check", nargs="?", const="", metavar="NAME", help="checks only, no measurements")
     if add_arguments:
         add_arguments(parser)
     return parser
 
 
 def run_stage(file, doc, namespace, body, following, add_arguments=None):
-    """The command line of a stage: --break, --readme, and body(device, ledger, args); returns the exit status.
+    """The command line of a stage: --break, --check, or namespace["CHECKS"] and then body(device, ledger, args), which
+    says what is measured; returns the exit status. Where checks need more than a device, namespace["check_all"](device,
+    only, args) is --check, and body begins with them.
 
     0 when every check and claim holds, 1 when one fails (or a planted bug is caught), 2 for bad input (or when
     anything but the check fails)."""
-    stage = Path(file).stem
     args = stage_parser(doc, namespace, add_arguments).parse_args()
     if args.bug:
         return run_break(namespace, args.bug)
-    device, ledger, output = default_device(), Ledger(), _Tee()
+    device, ledger, checks = default_device(), Ledger(), namespace.get("CHECKS")
+    check_all = namespace.get("check_all", lambda device, only, args: run_checks(checks or [], device, only))
     print(describe_device(device))
     try:
         # The interpreter is NumPy, which warns where a GPU silently makes the inf that the kernels then handle.
-        with contextlib.redirect_stdout(output), np.errstate(all="ignore"):
+        with np.errstate(all="ignore"):
+            if args.check is not None:
+                check_all(device, args.check, args)
+                return 0
+            if checks and "check_all" not in namespace:
+                check_all(device, None, args)
+                print()
             body(device, ledger, args)
-        if args.readme and ledger.ok:
-            options = [a for a in sys.argv[1:] if a not in ("--readme", args.readme, f"--readme={args.readme}")]
-            command = " ".join(["python", Path(file).name, *options])
-            publish(stage, output.getvalue(), command, device, args.readme, namespace["HEADLINES"])
     except AssertionError as error:
         print(f"CHECK FAILED: {error}")
         return 1
-    except (ValueError, OSError) as error:
+    except (BadInput, OSError) as error:
         print(f"{Path(file).name}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -859,8 +819,7 @@ def run_stage(file, doc, namespace, body, following, add_arguments=None):
     print(f"next: {following}" if ledger.ok else "A CLAIM FAILED: see the rows marked NO")
     return 0 if ledger.ok else 1
 
-
-# ==== 8. Checks: what main() and the tests run. Each --break plants one bug that one of them must catch ===============
+# ==== 7. Checks. Each --break plants one bug that one of them must catch ==============================================
 
 
 def require(condition, message):
@@ -869,7 +828,7 @@ def require(condition, message):
         raise AssertionError(message)
 
 
-def must_raise(words, action, kind=ValueError):
+def must_raise(words, action, kind=BadInput):
     """action() has to raise an error of this kind, one line with these words."""
     try:
         action()
@@ -908,13 +867,19 @@ def check_reference(N=37, V=53, D=19, seed=0):
                 torch.testing.assert_close(g, w)
 
 
-def check_shift():
-    """shift=2 on (B, T) equals pairing E[:, :-2] with targets[:, 2:] by hand."""
-    E, C, _, x = random_problem(24, 31, 8)
-    E, x = E.view(2, 12, 8), x.view(2, 12)
-    got = linear_cross_entropy_reference(E, C, x, shift=2)
-    want = F.cross_entropy((E[:, :-2] @ C.T).flatten(0, 1), x[:, 2:].flatten())
-    torch.testing.assert_close(got, want)
+def check_chunked(N=50, V=61, D=16, chunk=16, seed=0):
+    """The chunked loss equals the reference, with a shorter last chunk and ignored tokens that are unevenly spread; and
+    so does a dropped-first one. bf16: the fp32 sums are rounded once."""
+    for dtype, close in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2)):
+        E, C, _, x = random_problem(N, V, D, dtype, seed=seed)
+        x[: chunk - 3] = -100
+        want = linear_cross_entropy_reference(E.double(), C.double(), x)
+        wants = torch.autograd.grad(2 * want, (E, C))
+        for loss in (chunked_linear_cross_entropy, partial(drop_ignored, chunked_linear_cross_entropy)):
+            got = loss(E, C, x) if isinstance(loss, partial) else loss(E, C, x, chunk=chunk)
+            torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=0)
+            for g, w in zip(torch.autograd.grad(2 * got, (E, C)), wants, strict=True):
+                torch.testing.assert_close(g.double(), w.double(), rtol=close, atol=close * w.abs().max().item())
 
 
 def check_extreme_logits():
@@ -925,33 +890,42 @@ def check_extreme_logits():
         got = linear_cross_entropy_reference(E, C, x, b + offset)
         require(torch.isfinite(got), f"loss is {got.item()} with logits around {offset:g}")
         torch.testing.assert_close(got.double(), want, rtol=1e-3, atol=0)
+    got = chunked_linear_cross_entropy(torch.full((8, 4), 30.0), torch.full((40, 4), 10.0), torch.arange(8), chunk=3)
+    require(abs(got - math.log(40)) < 1e-4, f"in chunks: loss {got.item()} with equal logits of 1200, not log 40")
 
 
 def check_all_ignored():
     """A micro-batch of padding alone: loss 0 and zero gradients, not NaN."""
     E, C, b, x = random_problem(9, 12, 4, ignored=1.1)
-    for loss in (linear_cross_entropy_reference(E, C, x, b), chunked_linear_cross_entropy(E, C, x, chunk=4)):
+    for loss in (linear_cross_entropy_reference(E, C, x, b), chunked_linear_cross_entropy(E, C, x, chunk=4),
+                 drop_ignored(materialised_loss, E, C, x)):
         gradients = torch.autograd.grad(loss, (E, C, b), allow_unused=True)
         require(loss.item() == 0, f"loss is {loss.item()}")
         require(all(g is None or not g.any() for g in gradients), "a gradient is not zero")
 
 
-def check_chunked(N=50, V=61, D=16, chunk=16, seed=0):
-    """The chunked loss equals the reference, with a shorter last chunk and ignored tokens that are unevenly spread."""
-    E, C, _, x = random_problem(N, V, D, dtype=torch.float32, seed=seed)
-    x[: chunk - 3] = -100
-    got = chunked_linear_cross_entropy(E, C, x, chunk=chunk)
-    want = linear_cross_entropy_reference(E, C, x)
-    torch.testing.assert_close(got, want)
-    for g, w in zip(torch.autograd.grad(2 * got, (E, C)), torch.autograd.grad(2 * want, (E, C)), strict=True):
-        torch.testing.assert_close(g, w)
+def check_bad_input():
+    """Each wrong argument, in one line that names it."""
+    E, C, b, x = random_problem(6, 10, 4, torch.float32)
+    cases = {
+        "neither of them 0": (E, C[:0], x, b), "one row a token": (E[:, :3], C, x, b), "one per row": (E, C, x[1:], b),
+        "targets.long()": (E, C, x.int(), b), "one value per class": (E, C, x, b[1:]),
+        "targets holds -1:": (E, C, x * 0 - 1, b), "targets holds 10:": (E, C, x * 0 + 10, b),
+    }
+    for words, arguments in cases.items():
+        must_raise(words, partial(linear_cross_entropy_reference, *arguments))
+    must_raise("targets holds 10:", partial(chunked_linear_cross_entropy, E, C, x * 0 + 10))
+    must_raise("torch.float16", partial(chunked_linear_cross_entropy, E.half(), C.half(), x))
+    must_raise("chunk is 0", partial(chunked_linear_cross_entropy, E, C, x, chunk=0))
+    for options in (dict(reduction="max"), dict(softcap=0.0), dict(softcap=math.inf)):
+        must_raise(f"{next(iter(options))} is ", partial(linear_cross_entropy_reference, E, C, x, b, **options))
 
 
 def check_table():
     """Every batch size that the paper's Table A3 prints, to the digit."""
     for shape in MODELS:
         got = max_batch_tokens(shape), max_batch_tokens(shape, logits=False)
-        require(shape.printed in (None, got), f"{shape.name}: {got}, the paper prints {shape.printed}")
+        require(shape.printed == got, f"{shape.name}: {got}, the paper prints {shape.printed}")
 
 
 def check_peak_bytes(device="cpu"):
@@ -970,36 +944,81 @@ def check_peak_bytes(device="cpu"):
         require(got == 2 * MIB, f"{where}: peak of two buffers of 1 MiB measured as {got / MIB:g} MiB")
 
 
+def explicit_gpt(model, tokens):
+    """What GPT says of tokens (B, T), from its weights alone, written as it stands in a textbook: (B, T, D)."""
+    w, config = dict(model.named_parameters()), model.config
+    (B, T), H, D = tokens.shape, config.heads, config.dim
+    norm = lambda x, gain=1, eps=2**-52: x * gain / (x.square().mean(-1, keepdim=True) + eps).sqrt()  # noqa: E731
+    half = D // H // 2
+    angle = torch.arange(T)[:, None] * 10000.0 ** (-torch.arange(half) / half)  # (T, half)
+    turn = torch.polar(torch.ones_like(angle), angle).to(torch.complex128)
+    x = norm(w["embedding.weight"][tokens], eps=1e-6)
+    for i in range(config.layers):
+        layer = {name.split(".", 2)[2]: value for name, value in w.items() if name.startswith(f"blocks.{i}.")}
+        qkv = norm(x, layer["norm1.weight"]) @ layer["qkv.weight"].T
+        q, k, v = qkv.view(B, T, H, 3, D // H).permute(3, 0, 2, 1, 4)  # (B, H, T, D/H) each
+        q, k = (torch.complex(*norm(t, eps=1e-6).split(half, -1)) * turn for t in (q, k))
+        scores = (q @ k.mH).real / math.sqrt(D // H)  # (B, H, T, T)
+        p = scores.masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf).softmax(-1)
+        x = x + (p @ v).transpose(1, 2).reshape(B, T, D) @ layer["proj.weight"].T
+        x = x + F.gelu(norm(x, layer["norm2.weight"]) @ layer["up.weight"].T) @ layer["down.weight"].T
+    return norm(x, w["norm.weight"])
+
+
 def check_model():
-    """The parameter count by formula, causality (a later token changes no earlier E), and rotary relativity."""
+    """GPT against the same written out with complex numbers for the turns; its parameters and FLOPs against torch's own
+    counts; and the spread of its initialisation."""
+    from torch.utils.flop_counter import FlopCounterMode  # imports triton, so not before TRITON_INTERPRET is set
+
     config = GPTConfig(vocab=50, seq=16, layers=2, heads=2, dim=16)
-    model = GPT(config).double()
+    torch.manual_seed(0)
+    model = GPT(config)
+    spread = model.blocks[0].down.weight.std() * 2 / model.blocks[0].up.weight.std()
+    require(0.8 < spread < 1.25, f"what writes into the stream begins {spread / 2:.2f} times as large, not 1/2")
+    model = model.double()
+    for p in model.parameters():
+        p.data += torch.rand_like(p) / 4  # gains that are not 1, and scores that are not flat
+    tokens = torch.randint(50, (3, 12))
+    torch.testing.assert_close(model(tokens), explicit_gpt(model, tokens))
     count = sum(p.numel() for p in model.parameters())
     require(count == config.parameters(), f"{count} parameters, the formula says {config.parameters()}")
-    tokens = torch.randint(50, (1, 16), generator=torch.Generator().manual_seed(0))
-    changed = tokens.clone()
-    changed[0, 9] = (tokens[0, 9] + 1) % 50
-    same = (model(tokens) == model(changed)).all(-1)[0]
-    require(same[:9].all() and not same[9:].any(), "token 9 must change E from position 9 on, and only there")
-    q, k = torch.randn(2, 1, 1, 1, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    at = lambda x, p: rotate(x, model.cos[p : p + 1], model.sin[p : p + 1])  # noqa: E731
-    torch.testing.assert_close((at(q, 7) * at(k, 4)).sum(), (at(q, 12) * at(k, 9)).sum())
+    for block in model.blocks:  # attention as two products, which FlopCounterMode sees
+        block.attend = lambda q, k, v: (q @ k.mT).softmax(-1) @ v
+    with FlopCounterMode(display=False) as counter:
+        E = model(tokens := torch.randint(50, (1, 16)))
+        (E @ model.classifier.T).sum().backward()
+    got, want = counter.get_total_flops() / tokens.numel(), config.flops_per_token()
+    require(got == want, f"{got} FLOP a token, the formula says {want}")
 
+
+def check_ledger():
+    """A ratio outside its band, and NaN, fail a ledger; what is not measured does not; nothing is divided by zero."""
+    cases = [(1.0, 1.0, True), (1.0, 1.5, False), (1.0, math.nan, False), (1.0, None, True), (0, 0, True)]
+    for predicted, measured, ok in [*cases, (0, 1, False)]:
+        ledger = Ledger()
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            ledger.row("claim", "formula", predicted, measured)
+        require(ledger.ok is ok, f"predicted {predicted}, measured {measured}: {ledger.ok}")
+        require(("needs a GPU" in printed.getvalue()) == (measured is None), "what needs a GPU is not said so")
+
+
+CHECKS = [check_reference, check_chunked, check_extreme_logits, check_all_ignored, check_bad_input, check_table]
+CHECKS += [check_peak_bytes, check_model, check_ledger]
 
 # name: (the check that must catch it, what is replaced, the bug)
 BREAKS = {
     "no-max": (check_extreme_logits, "log_sum_exp", lambda logits: logits.exp().sum(-1).log()),
     "count-ignored": (check_reference, "reduce_loss", lambda loss, kept, how: getattr(loss, how, lambda: loss)()),
     "divide-by-zero": (check_all_ignored, "reduce_loss", lambda loss, kept, how: loss.sum() / kept.sum()),
-    "chunk-mean": (check_chunked, "token_weights", lambda kept: kept / len(kept)),
-    "shift-wrong-end": (check_shift, "shift_tokens", lambda E, x, k: (E[..., k:, :], x[..., :-k])),
+    "chunk-mean": (check_chunked, "token_weights", lambda kept, how: kept / len(kept)),
     "narrow-logits": (check_table, "LOGIT_BYTES", 2),
     "immortal-tensors": (check_peak_bytes, "on_death", lambda s, died, key, size: weakref.finalize(s, died, key, 0)),
     "rotate-one-way": (check_model, "rotate", lambda x, cos, sin: x * cos.repeat(1, 1, 2)),
+    "one-norm": (check_model, "rms_norm", lambda x: x),
 }
 
 
-# ==== 9. Measurements =================================================================================================
+# ==== 8. Measurements =================================================================================================
 
 
 def measure_ladder(device, ledger, N, V, D):
@@ -1012,105 +1031,64 @@ def measure_ladder(device, ledger, N, V, D):
         ("materialised", materialised_loss, "12 N V", materialised_bytes(N, V)),
         ("  ignored dropped first", partial(drop_ignored, materialised_loss), "12 (N/2) V + N D b/2",
          materialised_bytes(N // 2, V) + size * N // 2 * D),
-        ("  in 8 chunks", partial(chunked_linear_cross_entropy, chunk=chunk), "dC + product + chunk",
+        ("  in 8 chunks", partial(chunked_linear_cross_entropy, chunk=chunk), "dE + 4 V D + chunk",
          chunked_bytes(N, V, D, chunk, size)),
     ]
     if hasattr(torch.nn, "LinearCrossEntropyOptions"):  # torch 2.13 and later
         own = partial(F.linear_cross_entropy, options=torch.nn.LinearCrossEntropyOptions())
         rungs.append(("  torch's own, chunked", own, "library", None))
-    compiled = torch.compile(materialised_loss) if device.type == "cuda" else None  # elsewhere it needs a C++ compiler
-    rungs.append(("  torch.compile", compiled, "library", None))
+    if device.type == "cuda":  # elsewhere it needs a C++ compiler
+        rungs.append(("  torch.compile", torch.compile(materialised_loss), "library", None))
     print(f"\nladder: loss and gradients of N = {N} tokens (half ignored), V = {V}, D = {D}, {dtype}")
     for name, loss, formula, predicted in rungs:
-
-        def step(loss=loss):
-            E.grad = C.grad = None
-            loss(E, C, x).backward()
-
-        if loss is None:
-            ledger.row(f"{name}: peak", formula, None, None)
-            continue
-        timing = bench(step, device, runs=5)
-        E.grad = C.grad = None
-        measured = peak_bytes(step, device)
+        step = lambda loss=loss: torch.autograd.grad(loss(E, C, x), (E, C))  # noqa: E731
+        timing, measured = bench(step, device, runs=5), peak_bytes(step, device)
         ledger.row(f"{name}: peak", formula, predicted and predicted / MIB, measured / MIB)
         print(f"{'':<34} | time {timing}")
-    E.grad = C.grad = None
 
 
 def measure_step(device, ledger, config, batch):
-    """One AdamW step through materialised logits, every byte at its peak filed under what it is for."""
+    """One AdamW step through materialised logits, in two phases with a peak each: the loss's backward, when every
+    activation is still there, and the optimizer's step, when the gradients are."""
     autocast = device.type == "cuda"
-    follow = LiveBytes()
-    tokens = torch.randint(config.vocab, (batch, config.seq + 1), device=device)
-
-    def steps():
-        with follow, torch.device(device):
-            follow.phase = "parameters"
-            model = GPT(config)
-            optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-            for p in model.parameters():
-                p.register_post_accumulate_grad_hook(lambda p: follow.refile(p.grad, "gradients"))
-            for _ in range(2):  # the first step makes the optimizer's state, the second has everything
-                optimizer.zero_grad()
-                with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
-                    follow.phase = "activations"
-                    E = model(tokens[:, :-1]).flatten(0, 1)  # (N, D)
-                    follow.phase = "logits"
-                    leaf = E.detach().requires_grad_()  # split the graph, so that the loss's backward is a phase too
-                    loss = materialised_loss(leaf, model.classifier, tokens[:, 1:].flatten())
-                loss.backward()
-                follow.phase = "workspace"
-                E.backward(leaf.grad)
-                follow.phase = "optimizer"
-                optimizer.step()
-
-    total, N = peak_bytes(steps, device) if autocast else (steps(), follow.peak)[1], batch * config.seq
-    explained = {
-        "parameters": 4 * config.parameters(),
-        "gradients": 0,  # the peak comes early in backward, before the first gradient is finished
-        "optimizer": 8 * config.parameters(),
-        "activations": activation_bytes(config, N, autocast, fused_norm=autocast),
-        "logits": materialised_bytes(N, config.vocab) + 2 * (N + config.vocab) * config.dim * autocast,  # bf16 E and C
-        "workspace": 0,
-    }
-    size = f"{config.parameters() / 1e6:.1f} M parameters, {N} tokens, V = {config.vocab}"
-    print(f"\none training step: {size}; MiB at the peak")
-    for name, predicted in explained.items():
-        bar = "#" * round(40 * follow.at_peak[name] / total)
-        print(f"  {name:<12} predicted {predicted / MIB:9.1f}  measured {follow.at_peak[name] / MIB:9.1f}  {bar}")
-    unexplained = total - sum(explained.values())
-    bar = "#" * round(40 * abs(unexplained) / total)
-    print(f"  {'unexplained':<12} {'':19}  measured {unexplained / MIB:9.1f}  {bar}")
-    predicted = sum(explained.values()) / MIB
-    ledger.row("whole step: peak", "sum of the categories", predicted, total / MIB, band=(0.95, 1.05))
-
-
-CHECKS = [check_reference, check_shift, check_extreme_logits, check_all_ignored, check_chunked, check_table]
-CHECKS += [check_model]
-
-
-HEADLINES = {  # what README shows of a run: the lines that begin so (chosen_lines)
-    "": (
-        "tokens a batch on 16 GPUs", "  GPT-2", "  Gemma 2 2B", "  Llama 3 8B", "ladder: ", "materialised: peak",
-        "  ignored dropped first: peak", "  in 8 chunks: peak", "one training step: ", "  optimizer", "  activations",
-        "  logits", "whole step: peak",
-    ),
-}
+    follow, at_loss = LiveBytes(), Counter()
+    tokens, N = torch.randint(config.vocab, (batch, config.seq + 1), device=device), batch * config.seq
+    with follow, torch.device(device):
+        follow.phase = "parameters"
+        model = GPT(config)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        for _ in range(2):  # the first step makes the optimizer's state, the second has everything
+            optimizer.zero_grad()
+            follow.begin("activations")
+            with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+                E = model(tokens[:, :-1]).flatten(0, 1)  # (N, D)
+                follow.phase = "logits"
+                leaf = E.detach().requires_grad_()  # split the graph, so that the loss's backward is a phase too
+                loss = materialised_loss(leaf, model.classifier, tokens[:, 1:].flatten())
+            loss.backward()
+            at_loss = Counter(follow.at_peak)
+            E.backward(leaf.grad)
+            del E, leaf, loss
+            follow.begin("optimizer")
+            optimizer.step()
+    print(f"\none training step: {config.parameters() / 1e6:.1f} M parameters, {N} tokens, V = {config.vocab}")
+    copies = 2 * (N + config.vocab) * config.dim * autocast  # of E and C in bf16
+    for name, formula, predicted in (
+        ("parameters", "4 P", 4 * config.parameters()),
+        ("optimizer", "8 P", 8 * config.parameters()),
+        ("activations", "18 D a token and layer", activation_bytes(config, N, autocast, fused_norm=autocast)),
+        ("logits", "12 N V, copies of E, C", materialised_bytes(N, config.vocab) + copies),
+    ):
+        ledger.row(f"  {name}, at the loss", formula, predicted / MIB, at_loss[name] / MIB, band=(0.99, 1.01))
+    ledger.row("at the optimizer's step", "16 P", 16 * config.parameters() / MIB, follow.peak / MIB, band=(0.99, 1.01))
 
 
 def body(device, ledger, args):
-    for check in CHECKS:
-        check()
-    check_peak_bytes(device)
-    print("checks passed: " + ", ".join(check.__name__[6:] for check in [*CHECKS, check_peak_bytes]) + "\n")
     print(f"tokens a batch on 16 GPUs of 75 GiB   {'with logits':>12} {'without':>12}   gain")
     for shape in MODELS:
         before, after = max_batch_tokens(shape), max_batch_tokens(shape, logits=False)
         print(f"  {shape.name:<36}{before:>12,} {after:>12,} {after / before:>5.1f}x")
     print()
-    puzzle = torch.empty(65536, 65536, dtype=torch.bfloat16, device="meta")
-    ledger.row("the puzzle: bf16 logits", "65536 * 65536 * 2", 8, puzzle.nbytes / 2**30, "GiB", (1, 1))
     if device.type == "cuda":
         smaller = 1 if torch.cuda.mem_get_info()[0] > 20 * 2**30 else 8
         measure_ladder(device, ledger, 16384 // smaller, 65536, 768)

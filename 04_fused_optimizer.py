@@ -70,7 +70,6 @@ import json
 import math
 import statistics
 import sys
-import textwrap
 import weakref
 import zlib
 from collections.abc import Callable
@@ -93,7 +92,7 @@ filtering = importlib.import_module("03_grad_filter_sort")
 HAS_TRITON, INTERPRETED, MIB, must_raise = base.HAS_TRITON, base.INTERPRETED, base.MIB, base.must_raise
 triton, tl = cce.triton, cce.tl
 load_tile, dot, tile_at, UPCAST = cce.load_tile, cce.dot, cce.tile_at, cce.UPCAST
-fused_multiply_add, column_span = cce.fused_multiply_add, filtering.column_span
+fused_multiply_add, column_span = filtering.fused_multiply_add, filtering.column_span
 column_lists, column_tile = filtering.column_lists, filtering.column_tile
 
 if HAS_TRITON:
@@ -117,7 +116,7 @@ def check_hyperparameters(rule, *decays):
     """ValueError unless decay rates, eps and weight decay lie in their ranges."""
     good = all(0 <= beta < 1 for beta in decays) and rule.weight_decay >= 0 and getattr(rule, "eps", 0) >= 0
     if not good:
-        raise ValueError(f"{rule}: betas and momentum lie in 0 ... 1 (not 1), eps and weight_decay are not negative")
+        raise base.BadInput(f"{rule}: betas and momentum lie in 0 ... 1 (not 1), eps and weight_decay are not negative")
 
 
 # A rule has scalars(lr, step), up to seven numbers s, and update(p, g, m, v, s) -> new p, m, v: tensors of one shape in
@@ -239,8 +238,9 @@ def check_rule(rule):
     name = rule if isinstance(rule, str) else getattr(rule, "__name__", type(rule).__name__)
     why = NOT_HERE.get(name.lower())
     if why:
-        raise ValueError(f"rule {name} is not element-wise: it {why}, so no tile can be stepped alone: skip=... those")
-    raise ValueError(f"rule is {rule!r}: pass AdamW(...), AdamMini(...), SGD(...) or Muon(...) of this file")
+        raise base.BadInput(f"rule {name} is not element-wise: it {why}, so no tile can be stepped alone: skip=... "
+                            "those")
+    raise base.BadInput(f"rule is {rule!r}: pass AdamW(...), AdamMini(...), SGD(...) or Muon(...) of this file")
 
 
 # ==== 2. Muon: a rule that wants a whole matrix, and what it gives for that ===========================================
@@ -382,7 +382,7 @@ def classifier_bytes(N, V, D, gradient="exact", candidates=0, workspace=None, sl
     if gradient == "sparse":
         places = filtering.places(N, candidates)
         return 4 * rows * D + dE + filtering.sparse_bytes(N, V, D, torch.bfloat16, places, sink=True)
-    block = cce.gradient_plan(N, V, D, "cuda", torch.bfloat16, workspace, tokens=False).block
+    block = cce.gradient_plan(N, V, D, "cuda", torch.bfloat16, workspace, orders=("vocabulary",)).block
     return 4 * rows * D + 2 * dE + max(dE, 2 * N * whole_slabs(block, rows))
 
 
@@ -447,7 +447,7 @@ def slab_shape(M, K, elements, multiprocessors=132):
         if best is None or (waves, slabs) < best[0]:
             best = (waves, slabs), (min(M, rows), cols)
     if best is None:
-        raise ValueError(f"a slab of {elements} elements: the smallest has 128 x 256 (slab=131072 bytes in fp32)")
+        raise base.BadInput(f"a slab of {elements} elements: the smallest has 128 x 256 (slab=131072 bytes in fp32)")
     return best[1]
 
 
@@ -1000,26 +1000,26 @@ class State:
         """ValueError if the next backward pass would go wrong."""
         weight, W, master = self.weight, self.fields.W, self.fields.master
         if weight.grad is not None:
-            raise ValueError(f"{name} has a gradient already, which no step would use: call arm() or stash() before "
-                             "backward()")
+            raise base.BadInput(f"{name} has a gradient already, which no step would use: call arm() or stash() before "
+                                "backward()")
         if not stash and (len(self.uses) > 1 or len(self.names) > 1):
-            raise ValueError(reused(name))
+            raise base.BadInput(reused(name))
         if self.factors:
-            raise ValueError(f"{name} has factors of an earlier backward pass: call release() or disarm() first")
+            raise base.BadInput(f"{name} has factors of an earlier backward pass: call release() or disarm() first")
         if weight._backward_hooks and (stash or self.by_rows or self.handle.rung != "hook"):
-            raise ValueError(f"{name} has a gradient hook, but no whole gradient: remove it (a layer's weight has one "
-                             "with rung='hook', armed)")
+            raise base.BadInput(f"{name} has a gradient hook, but no whole gradient: remove it (a layer's weight has "
+                                "one with rung='hook', armed)")
         self.check_place()
         if master is not None and weight._version != self.version:  # somebody else wrote: a look is worth its wait
             if not torch.equal(W, master.to(W.dtype)):
-                raise ValueError(f"{name} was changed since its last step, but not its master copy: load weights before"
-                                 " forge(), or the handle's state with them")
+                raise base.BadInput(f"{name} was changed since its last step, but not its master copy: load weights "
+                                    "before forge(), or the handle's state with them")
             self.version = weight._version
 
     def check_place(self):
         """ValueError if the parameter is no longer the tensor that is stepped."""
         if self.weight.data_ptr() != self.fields.W.data_ptr() or self.weight.dtype != self.fields.W.dtype:
-            raise ValueError(f"{self.name} was moved or cast after forge(): do .to(...) before it")
+            raise base.BadInput(f"{self.name} was moved or cast after forge(): do .to(...) before it")
 
     def __deepcopy__(self, memo):
         """A copy of a forged model (for an average of weights, say), or one from a file, is an ordinary model."""
@@ -1133,8 +1133,8 @@ class State:
         """ValueError if what the factors refer to is not what it was in backward."""
         self.check_place()
         if any(tensor._version != version for tensor, version in self.versions):
-            raise ValueError(f"{self.name}: a layer's input, the targets or the weight were changed in place between "
-                             "backward and release(), which reads them: copy them before, or disarm()")
+            raise base.BadInput(f"{self.name}: a layer's input, the targets or the weight were changed in place "
+                                "between backward and release(), which reads them: copy them before, or disarm()")
 
     def square(self):
         """The squared norm of the gradient that the factors stand for, fp64, which leaves nothing behind."""
@@ -1151,13 +1151,13 @@ class State:
         self.uses.discard(use)
         if self.weight._version != version:
             self.refuse_second()
-            raise ValueError(f"{self.name} was changed between forward and backward: its dX would be wrong")
+            raise base.BadInput(f"{self.name} was changed between forward and backward: its dX would be wrong")
 
     def refuse_second(self):
         """ValueError if this weight had its step."""
         if self.handle.armed and self.updated:
-            raise ValueError(f"{self.name} already had its step: one backward pass an arm(lr, step), and no use of the "
-                             "weight outside its layer (a penalty, say): skip it, or disarm()")
+            raise base.BadInput(f"{self.name} already had its step: one backward pass an arm(lr, step), and no use "
+                                "of the weight outside its layer (a penalty, say): skip it, or disarm()")
 
     def written(self):
         """Autograd cannot see a kernel write: whoever saved W for a backward pass must hear of it."""
@@ -1224,17 +1224,17 @@ class State:
         tiles that see no more than themselves."""
         M, K = self.weight.shape
         if not self.handle.armed:
-            raise ValueError(f"step of {self.name}: not armed: call arm(lr, step) first")
+            raise base.BadInput(f"step of {self.name}: not armed: call arm(lr, step) first")
         if len(shape) != 2 or row < 0 or col < 0 or row + shape[0] > M or col + shape[1] > K:
-            raise ValueError(f"block of {tuple(shape)} at ({row}, {col}): does not lie in {self.name}, {M} x {K}")
+            raise base.BadInput(f"block of {tuple(shape)} at ({row}, {col}): does not lie in {self.name}, {M} x {K}")
         rows = {"element": 0, "row": 1, "matrix": self.rows}[self.rule.needs]
         if rows and (row % rows or shape[0] % rows or shape[1] != K or fused):
             takes = {"row": f"Adam-mini takes rows of {K}", "matrix": f"Muon takes matrices of {rows} x {K}"}
-            raise ValueError(f"block of {tuple(shape)} at ({row}, {col}) of {self.name}: {takes[self.rule.needs]} as a "
-                             "whole: step() those, or give the weight another rule")
+            raise base.BadInput(f"block of {tuple(shape)} at ({row}, {col}) of {self.name}: {takes[self.rule.needs]} "
+                                "as a whole: step() those, or give the weight another rule")
         border, stop = BORDERS[self.handle.layout], col + shape[1]
         if col % border or (stop % border and stop < K):
-            raise ValueError(f"columns {col} to {stop}: {self.handle.layout} can be cut at multiples of {border}")
+            raise base.BadInput(f"columns {col} to {stop}: {self.handle.layout} can be cut at multiples of {border}")
 
 
 @cce.without_autocast
@@ -1469,35 +1469,35 @@ class Forge:
         rules = {name: (rules or {}).get(name, rule) for name in weights} | dict(rules or {})
         check_rules(rules, weights, by_rows)
         if layout not in LAYOUTS:
-            raise ValueError(f"layout is {layout!r}: use one of {', '.join(LAYOUTS)}")
+            raise base.BadInput(f"layout is {layout!r}: use one of {', '.join(LAYOUTS)}")
         if rung not in ("auto", "hook", "slab", "fused"):
-            raise ValueError(f"rung is {rung!r}: use 'auto', 'hook', 'slab' or 'fused'")
+            raise base.BadInput(f"rung is {rung!r}: use 'auto', 'hook', 'slab' or 'fused'")
         if gradient not in (torch.float32, torch.bfloat16):
-            raise ValueError(f"gradient is {gradient}: use torch.float32 or torch.bfloat16")
+            raise base.BadInput(f"gradient is {gradient}: use torch.float32 or torch.bfloat16")
         if not (isinstance(seed, int) and -(2**63) <= seed < 2**63):
-            raise ValueError(f"seed is {seed!r}: use a whole number of 64 bits")
+            raise base.BadInput(f"seed is {seed!r}: use a whole number of 64 bits")
         if not weights:
-            raise ValueError("no weight to update: the model has no nn.Linear that is trained and not skipped")
+            raise base.BadInput("no weight to update: the model has no nn.Linear that is trained and not skipped")
         for name, weight in weights.items():
             if isinstance(weight, nn.Parameter) and not weight.requires_grad:
-                raise ValueError(f"{name} is frozen: leave it out, or thaw it (requires_grad_()) before")
+                raise base.BadInput(f"{name} is frozen: leave it out, or thaw it (requires_grad_()) before")
             if not (isinstance(weight, nn.Parameter) and weight.dim() == 2) or weight.dtype not in DTYPES:
-                raise ValueError(f"{name} is {weight.dtype}, {tuple(weight.shape)}: pass matrices in fp32 or bf16")
+                raise base.BadInput(f"{name} is {weight.dtype}, {tuple(weight.shape)}: pass matrices in fp32 or bf16")
         if len({id(weight) for weight in weights.values()}) < len(weights):
-            raise ValueError("one Parameter has two names: pass the second one as its alias")
+            raise base.BadInput("one Parameter has two names: pass the second one as its alias")
         device = next(iter(weights.values())).device
         if any(weight.device != device for weight in weights.values()):
-            raise ValueError("the weights are on several devices: forge each device's modules by themselves")
+            raise base.BadInput("the weights are on several devices: forge each device's modules by themselves")
         for name, (row, col) in origins.items():
             if name not in weights or row < 0 or col < 0 or col % BORDERS[layout]:
-                raise ValueError(f"origin of {name}, ({row}, {col}): name a weight, and a column that is a multiple of "
-                                 f"{BORDERS[layout]} in layout {layout}")
+                raise base.BadInput(f"origin of {name}, ({row}, {col}): name a weight, and a column that is a "
+                                    f"multiple of {BORDERS[layout]} in layout {layout}")
         self.layout, self.seed, self.slab_bytes, self.gradient = layout, seed, slab, gradient
         bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
         self.narrow = torch.bfloat16 if bf16 else torch.float32  # of Muon's products
         self.backend = cce.choose_backend(backend, *[next(iter(weights.values()))] * 2)
         if rung == "fused" and self.backend == "torch":
-            raise ValueError("rung is 'fused', which needs Triton's kernels: use 'auto' or 'slab'")
+            raise base.BadInput("rung is 'fused', which needs Triton's kernels: use 'auto' or 'slab'")
         self.rung = "hook" if rung == "auto" and self.backend == "torch" else rung
         self.data_parallel, self.ordinary = data_parallel, dict(ordinary or {})
         self.check_group()
@@ -1527,7 +1527,7 @@ class Forge:
 
     @property
     def param_groups(self):
-        raise ValueError("no GradScaler: gradients are used before they could be unscaled: use bf16 instead of fp16")
+        raise base.BadInput("no GradScaler: gradients are used before they could be unscaled: use bf16 instead of fp16")
 
     def __getitem__(self, name):
         """The State of a weight, by any of its names."""
@@ -1538,7 +1538,7 @@ class Forge:
         joined = dist.is_available() and dist.is_initialized()
         size = self.data_parallel or (dist.get_world_size() if joined else 1)
         if size > 1:
-            raise ValueError(
+            raise base.BadInput(
                 f"{size} data-parallel processes: the step happens before gradients could be summed over them: use an "
                 "ordinary optimizer; or pass data_parallel=1 if they never are (DiLoCo, tensor parallel), or if their "
                 "factors are gathered (05's gather_factors, for few tokens)"
@@ -1596,8 +1596,8 @@ class Forge:
         rates = lr if isinstance(lr, dict) else dict.fromkeys(self.rules, lr)
         good = all(0 <= rates.get(rule, -1) < math.inf for rule in self.rules)
         if not (isinstance(step, int) and step >= 1 and good):
-            raise ValueError(f"arm(lr={lr}, step={step}): pass a rate of at least 0, or one for each of {self.rules}, "
-                             "and steps that count from 1")
+            raise base.BadInput(f"arm(lr={lr}, step={step}): pass a rate of at least 0, or one for each of "
+                                f"{self.rules}, and steps that count from 1")
         table = [rule.scalars(rates[rule], step) for rule in self.rules]
         table = torch.tensor([[*row, *[0.0] * (8 - len(row))] for row in table], dtype=torch.float64).float()
         self.scalars.copy_(table, non_blocking=True)
@@ -1650,9 +1650,9 @@ class Forge:
         without clip any factor or gradient, is not finite, nothing changes: factors and gradients of `others` are
         dropped. ValueError unless stash() came before, and if what the factors refer to has changed since."""
         if not self.stashing:
-            raise ValueError("release(): nothing was kept: call stash() before the backward passes")
+            raise base.BadInput("release(): nothing was kept: call stash() before the backward passes")
         if not (0 <= clip < math.inf):
-            raise ValueError(f"release(clip={clip}): pass a norm, or 0 not to clip")
+            raise base.BadInput(f"release(clip={clip}): pass a norm, or 0 not to clip")
         states = [state for state in self.states.values() if state.factors]
         others, self.clipped_norm = [p for p in others if p.grad is not None], None
         for state in states:
@@ -1719,17 +1719,18 @@ class Forge:
         mine = self.state_dict()
         missing = mine.keys() - saved.keys()
         if missing:
-            raise ValueError(f"the saved state has no {sorted(missing)[0]!r}: pass what a handle's state_dict() gave")
+            raise base.BadInput(f"the saved state has no {sorted(missing)[0]!r}: pass what a handle's state_dict() "
+                                "gave")
         plain = lambda value: json.loads(json.dumps(value))  # noqa: E731  a tuple may come back as a list
         if saved["layout"] != self.layout:
-            raise ValueError(f"saved layout {saved['layout']}, this model has {self.layout}: forge it with the same")
+            raise base.BadInput(f"saved layout {saved['layout']}, this model has {self.layout}: forge it with the same")
         shapes = lambda weight: {key: (t.shape, t.dtype) for key, t in weight.items()}  # noqa: E731
         for name in saved["weights"].keys() | mine["weights"].keys():
             if shapes(saved["weights"].get(name, {})) != shapes(mine["weights"].get(name, {})):
-                raise ValueError(f"{name}: the saved state has other weights or shapes: load it into the same model")
+                raise base.BadInput(f"{name}: the saved state has other weights or shapes: load it into the same model")
             if plain(saved["rules"][name]) != plain(mine["rules"][name]):
-                raise ValueError(f"{name}: the saved rule is {saved['rules'][name]}, this model has "
-                                 f"{mine['rules'][name]}: forge it with the same")
+                raise base.BadInput(f"{name}: the saved rule is {saved['rules'][name]}, this model has "
+                                    f"{mine['rules'][name]}: forge it with the same")
         for name, tensors in saved["weights"].items():
             for key, tensor in tensors.items():
                 self.states[name].tensors[key].copy_(tensor)
@@ -1742,10 +1743,11 @@ def check_rules(rules, weights, by_rows):
     for name, rule in rules.items():
         check_rule(rule)
         if name not in weights:
-            raise ValueError(f"rules has {name!r}, which is no weight here: known are {', '.join(list(weights)[:8])}")
+            raise base.BadInput(f"rules has {name!r}, which is no weight here: known are "
+                                f"{', '.join(list(weights)[:8])}")
         if isinstance(rule, Muon) and name in by_rows:
-            raise ValueError(f"{name}: Muon wants its gradient whole, that of an embedding or a classifier comes in "
-                             "rows: give it AdamW, by rules={...}")
+            raise base.BadInput(f"{name}: Muon wants its gradient whole, that of an embedding or a classifier comes in "
+                                "rows: give it AdamW, by rules={...}")
 
 
 def all_finite(tensors):
@@ -1784,7 +1786,7 @@ def compute_dtype(x):
     cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     dtype = torch.get_autocast_dtype(kind) if cast else x.dtype
     if dtype not in DTYPES:
-        raise ValueError(f"products in {dtype}: use bf16 or fp32" + (
+        raise base.BadInput(f"products in {dtype}: use bf16 or fp32" + (
             " (fp16's GradScaler would scale the step, too)" if dtype == torch.float16 else ""))
     return dtype
 
@@ -1792,12 +1794,12 @@ def compute_dtype(x):
 def has_backward(weight, state):
     """Whether this use of the weight, in a forward pass, will have a backward pass. ValueError on a second one."""
     if weight is not state.weight:
-        raise ValueError(f"{state.name} was replaced after forge() (FSDP?): shard the model first, then forge it")
+        raise base.BadInput(f"{state.name} was replaced after forge() (FSDP?): shard the model first, then forge it")
     inside_backward = torch._C._current_graph_task_id() >= 0  # torch.utils.checkpoint, recomputing, asks the same way
     if not torch.is_grad_enabled() or not weight.requires_grad or inside_backward:
         return False
     if state.uses and state.handle.armed:
-        raise ValueError(reused(state.name))
+        raise base.BadInput(reused(state.name))
     return True
 
 
@@ -1928,7 +1930,7 @@ class Sink:
         state = self.state
         state.used(self.use, self.seen)
         if not (state.handle.armed or state.handle.stashing):
-            raise ValueError(f"{state.name}: disarmed between forward and backward, which has no gradient to give")
+            raise base.BadInput(f"{state.name}: disarmed between forward and backward, which has no gradient to give")
         if state.handle.armed:
             state.refuse_second()
             state.updated = True
@@ -1978,11 +1980,12 @@ def forge_classifier(E, C, targets, state, *, gradient="auto", **options):
     to it first, whole.
     ValueError on what 03 refuses, a bias, a filter, fp16, and a second use before backward."""
     if gradient not in ("exact", "sparse", "auto"):
-        raise ValueError(f"gradient is {gradient!r}: use 'exact', 'sparse' or 'auto': a filter leaves no slice whole")
+        raise base.BadInput(f"gradient is {gradient!r}: use 'exact', 'sparse' or 'auto': a filter leaves no slice "
+                            "whole")
     if options.get("bias") is not None:
-        raise ValueError("bias: an ordinary parameter, of which forge_classifier makes no gradient: use 03's loss")
+        raise base.BadInput("bias: an ordinary parameter, of which forge_classifier makes no gradient: use 03's loss")
     if not state.by_rows:
-        raise ValueError(f"{state.name} was forged as a layer's weight: pass classifier={state.name!r} to forge()")
+        raise base.BadInput(f"{state.name} was forged as a layer's weight: pass classifier={state.name!r} to forge()")
     dtype, handle = compute_dtype(E), state.handle
     sink = Sink(state) if handle.armed or handle.stashing else None
     waits = sink and has_backward(C, state)
@@ -2027,15 +2030,16 @@ def forge(model, rule, layout="fp32", *, skip=(), embeddings=False, classifier=N
     for name, module in modules.items():
         kinds = {kind.__name__ for kind in type(module).__mro__}
         if kinds & set(WRAPPERS):
-            raise ValueError(f"{name or 'the model'} is a {type(module).__name__}, which reduces gradients that forge "
-                             "never makes: forge the bare model in one data-parallel process, or skip forge")
+            raise base.BadInput(f"{name or 'the model'} is a {type(module).__name__}, which reduces gradients that "
+                                "forge never makes: forge the bare model in one data-parallel process, or skip forge")
     skip = [skip] if isinstance(skip, str) else list(skip)
     unknown = set(skip) - set(modules)
     if unknown:
-        raise ValueError(f"skip={sorted(unknown)[0]!r} is no module: known are {', '.join(list(modules)[1:9])}, ...")
+        raise base.BadInput(f"skip={sorted(unknown)[0]!r} is no module: known are {', '.join(list(modules)[1:9])}, ...")
     parameters = dict(model.named_parameters(remove_duplicate=False))
     if classifier is not None and classifier not in parameters:
-        raise ValueError(f"classifier={classifier!r} is no parameter: known are {', '.join(list(parameters)[:8])}, ...")
+        raise base.BadInput(f"classifier={classifier!r} is no parameter: known are "
+                            f"{', '.join(list(parameters)[:8])}, ...")
     skipped = lambda name: any(name == s or name.startswith(f"{s}.") for s in skip)  # noqa: E731
     dotted = lambda name: f"{name}.weight" if name else "weight"  # noqa: E731
     kinds = (nn.Linear, ForgeLinear, *([nn.Embedding, ForgeEmbedding] if embeddings else []))
@@ -2047,19 +2051,19 @@ def forge(model, rule, layout="fp32", *, skip=(), embeddings=False, classifier=N
     }
     for name, module in converted.items():
         if getattr(module, "forged", None) is not None:
-            raise ValueError(f"{name} is forged already: forge a model once, with all that it needs")
+            raise base.BadInput(f"{name} is forged already: forge a model once, with all that it needs")
         unusual = {"padding_idx": None, "max_norm": None, "scale_grad_by_freq": False, "sparse": False}
         for option, plain in unusual.items():
             if getattr(module, option, plain) != plain:
-                raise ValueError(f"{name}: an nn.Embedding with {option} is not what is updated here: skip it")
+                raise base.BadInput(f"{name}: an nn.Embedding with {option} is not what is updated here: skip it")
     names = list(dict.fromkeys([*converted, *([classifier] if classifier else [])]))
     weights, aliases = {}, {}
     for name in names:
         same = [other for other, p in parameters.items() if p is parameters[name]]
         left = [other for other in same if other not in names]
         if left:
-            raise ValueError(f"{name} and {left[0]} are one tensor: a tied weight is used twice: skip it, or have both "
-                             "converted (embeddings=True, classifier=...)")
+            raise base.BadInput(f"{name} and {left[0]} are one tensor: a tied weight is used twice: skip it, or have "
+                                "both converted (embeddings=True, classifier=...)")
         if same[0] == name:
             weights[name], aliases[name] = parameters[name], same[1:]
     ordinary = {n: p for n, p in model.named_parameters() if p.requires_grad and n not in weights}
@@ -2812,7 +2816,7 @@ def check_classifier(device="cpu", N=40, V=300, D=40, layouts=("fp32", "master",
         V = 10 * V  # the least blocks of a GPU are larger
     for layout in layouts:
         dtype = LAYOUTS[layout].weight
-        E, C, x = (t.detach() for t in cce.trained_problem(N, V, D, dtype, device))
+        E, C, x = (t.detach() for t in filtering.trained_problem(N, V, D, dtype, device))
         x = x.where(torch.arange(N, device=device) % 7 > 0, -100)
         for gradient, rung, backend in classifier_ways(device, dtype, D):
             if softcap and gradient == "sparse":
@@ -2860,7 +2864,7 @@ def check_classifier(device="cpu", N=40, V=300, D=40, layouts=("fp32", "master",
 def check_classifier_use(device="cpu", N=24, V=300, D=128):
     """A pass without gradients, or one that is not after C's, takes no step; unarmed, C gets 03's gradient; what would
     go wrong raises."""
-    E, C, x = (t.detach() for t in cce.trained_problem(N, V, D, torch.float32, device))
+    E, C, x = (t.detach() for t in filtering.trained_problem(N, V, D, torch.float32, device))
     e = E.clone().requires_grad_()
     weight, handle = classifier_handle(C, "fp32", "auto", "auto", SLAB)
     state = handle["weight"]
@@ -3149,7 +3153,7 @@ def check_slices(device="cpu", V=300, D=256, kernels=not INTERPRETED):
     """Armed, and from what waited, factors of 8 tokens and dC of 80: the gradient that is written down, in several
     slabs of rows, with operands narrower than the weight, and a softcap. The factors keep no graph."""
     for N, dtype, cap in ((8, torch.float32, 5.0), (8, torch.bfloat16, None), (80, torch.float32, None)):
-        E, C, x = (t.detach() for t in cce.trained_problem(N, V, D, dtype, device))
+        E, C, x = (t.detach() for t in filtering.trained_problem(N, V, D, dtype, device))
         for gradient, rung, backend in classifier_ways(device, dtype, D):
             if backend == "triton" and not (kernels and (gradient == "sparse" or not INTERPRETED)):
                 continue  # slow
@@ -3183,7 +3187,7 @@ def check_slices(device="cpu", V=300, D=256, kernels=not INTERPRETED):
 
 def check_classifier_memory(device="cpu", N=64, V=2**16, D=128):
     """Backward of a classifier holds neither dC nor the logits."""
-    E, C, x = (t.detach() for t in cce.trained_problem(N, V, D, torch.float32, device))
+    E, C, x = (t.detach() for t in filtering.trained_problem(N, V, D, torch.float32, device))
     for backend in cce.backends(device):
         if backend == "triton" and torch.device(device).type == "cpu":
             continue  # the same buffers, much slower
@@ -3491,7 +3495,7 @@ def in_a_row(step, between, count=3):
 
 def measure_classifier(ledger, N, V, D):
     """One step of a classifier: loss, dE and AdamW, against 03's gradients and then the step."""
-    E, C, x = (t.detach() for t in cce.trained_problem(N, V, D, torch.bfloat16, "cuda"))
+    E, C, x = (t.detach() for t in filtering.trained_problem(N, V, D, torch.bfloat16, "cuda"))
     dC, logits, rows = 2 * V * D / MIB, 4 * N * V / MIB, []
     print(f"\na classifier's step, N = {N}, V = {V}, D = {D}, bf16: loss, dE and AdamW. dC alone: {dC:,.0f} MiB; the "
           f"logits in fp32: {logits:,.0f} MiB\n{'layout':<8}{'gradient':<9}{'MiB beyond weights and states':>30}"
@@ -3688,28 +3692,11 @@ CHECKS = [check_exact, check_mini, check_orthogonal, check_muon, check_muon_use,
 CHECKS += [check_rounding, check_shards, check_codes, check_linear]
 CHECKS += [check_telemetry, check_resume, check_misuse, check_memory, check_classifier, check_classifier_use]
 CHECKS += [check_slices, check_embedding, check_stash, check_factors, check_release, check_classifier_memory]
-
-
-HEADLINES = {  # what README shows of a run: 01's chosen_lines
-    "": ("claim ", "AdamW(fused): beyond", "v1, hook: beyond"),
-    "NVIDIA": (
-        "GPT, fp32, AdamW(fused)", "GPT, fp32, forge", "GPT, int8, forge",
-        "a classifier's step", "layout  gradient", "master  exact", "master  sparse",
-        "dW and step", f"{'':<9}M x K", "  4096 x 4096    1024 master", "  4096 x 4096    1024 bf16",
-        "   768 x 3072    1024 master",
-    ),
-}
+CHECKS += [check_plans] + [check_graph] * (base.HAS_CUDA and HAS_TRITON)
 
 
 def body(device, ledger, args):
     compiled = device.type == "cuda" and HAS_TRITON
-    checks = [*CHECKS, check_graph] if compiled else CHECKS
-    for check in checks:
-        check(device)
-    check_plans()
-    names = ", ".join(check.__name__[6:] for check in [*checks, check_plans])
-    backends = " and ".join(cce.backends(device))
-    print(textwrap.fill(f"checks passed on backends {backends}: {names}", 110) + "\n")
     eight = next(shape for shape in base.MODELS if shape.name == "Llama 3 8B")
     print(f"between backward and step, {eight.name} has {2 * eight.params / 2**30:.1f} GiB of gradients in bf16")
     shapes = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336)]

@@ -48,7 +48,9 @@ import gc
 import importlib
 import itertools
 import json
+import logging
 import math
+import multiprocessing.connection
 import os
 import signal
 import socket
@@ -86,6 +88,143 @@ MIB, require, must_raise, on_death = base.MIB, base.require, base.must_raise, ba
 triton, tl = cce.triton, cce.tl
 
 
+# ==== 0. Processes: start them, and let them find each other ==========================================================
+
+LAST_MOMENT = 10  # seconds to end in: of a replacement when all others have, of all when the parent is gone
+
+
+def join_group(device, timeout=600):
+    """Join the torch.distributed group of the environment (RANK, WORLD_SIZE, ...): NCCL on "cuda", gloo on "cpu"."""
+    options = dict(timeout=datetime.timedelta(seconds=timeout))
+    if device == "cuda":
+        gpu = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(gpu)
+        dist.init_process_group("nccl", device_id=gpu, **options)
+    else:
+        dist.init_process_group("gloo", **options)
+
+
+def _follow_parent():
+    """End this process when its parent has ended, even by SIGKILL."""
+    multiprocessing.connection.wait([multiprocessing.parent_process().sentinel])
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(LAST_MOMENT)  # for who only notes the signal: without the parent's store no round can end any more
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _rank_main(index, first, seat, fn, ranks, port, device, timeout, args):
+    """Runs in each child: join the process group, call fn(*args), leave. seat: the rank whose place it takes."""
+    threading.Thread(target=_follow_parent, daemon=True).start()
+    rank, seat = first + index, first + index if seat is None else seat
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(seat), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the store is the parent's, as under torchrun: rank 0 may die
+    # Beside a GPU the host only launches kernels: more threads would spin on the cores that the other ranks need.
+    torch.set_num_threads(1 if device == "cuda" else max(1, (os.cpu_count() or 1) // ranks))
+    if rank < ranks:
+        join_group(device, timeout)
+    fn(*args)
+    if dist.is_initialized():
+        dist.destroy_process_group()  # not after an error: the others may be inside a collective
+
+
+def _start_method(fn, device):
+    """How processes begin: "spawn", each imports torch anew (4 seconds of a core), or as copies of one that has it."""
+    if device == "cuda" or "forkserver" not in multiprocessing.get_all_start_methods():
+        return "spawn"
+    files = [] if base.HAS_CUDA else ["__main__", fn.__module__]  # which look for a GPU: CUDA does not survive a fork
+    multiprocessing.set_forkserver_preload(["torch", "torch._dynamo", *files])  # torch.optim imports the latter
+    return "forkserver"
+
+
+class _Family:
+    """The processes of a spawn(), whose arguments these are. lost: the ranks that a signal has ended."""
+
+    def __init__(self, fn, ranks, device, args, timeout, spare, late, replace):
+        self.ranks, self.spare, self.late, self.replace = ranks, spare, late, replace
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.setup = fn, ranks, self.store.port, torch.device(device).type, timeout, args
+        self.method = _start_method(fn, device)
+        self.lost, self.contexts = [], []  # (processes started together, the first one's rank, whose place it takes)
+
+    def start(self, first, count, seat=None):
+        context = torch.multiprocessing.start_processes(
+            _rank_main, (first, seat, *self.setup), count, join=False, daemon=True, start_method=self.method
+        )
+        self.contexts.append((context, first, seat))
+
+    def processes(self):
+        return [process for context, *_ in self.contexts for process in context.processes]
+
+    def watch(self):
+        """Until all have ended, or replacements alone are left and had their last moment."""
+        deadline = math.inf
+        while True:  # sentinels: those of a context that have not ended well yet
+            running = {key: (*item, i) for item in self.contexts for key, i in item[0].sentinels.items()}
+            if not running or time.monotonic() > deadline:
+                break
+            first_ones = self.contexts[0][0]
+            if deadline == math.inf and not first_ones.sentinels and any(p.exitcode == 0 for p in first_ones.processes):
+                deadline = time.monotonic() + LAST_MOMENT
+            for sentinel in multiprocessing.connection.wait(list(running), timeout=1):
+                self.ended(sentinel, *running[sentinel])
+
+    def ended(self, sentinel, context, first, seat, index):
+        """What to do about a process that has: note it, start another in its place, or raise its error."""
+        context.processes[index].join()
+        status = context.processes[index].exitcode
+        if status == 0:
+            del context.sentinels[sentinel]
+        elif seat is not None and (status > 0 or len(self.lost) >= self.spare):  # the others do without it
+            del context.sentinels[sentinel]
+            self.store.set(f"gone/{first + index}", "")
+            print(f"the replacement of process {seat} ended with status {status}", file=sys.stderr)
+        elif status < 0 and len(self.lost) < self.spare:
+            del context.sentinels[sentinel]
+            self.lost.append(first + index)
+            self.store.set(f"gone/{first + index}", "")
+            if self.replace:
+                self.start(self.ranks + self.late + len(self.lost) - 1, 1, first + index if seat is None else seat)
+        else:
+            context.join(timeout=0)  # raises the error of a rank that failed
+
+
+def spawn(fn, ranks, device="cpu", args=(), timeout=300, grace=30, spare=0, late=0, replace=False):
+    """Run fn(*args) in `ranks` new processes that form one torch.distributed group, gloo or NCCL by device.
+
+    fn must be importable (defined at the top of a file). A collective that waits longer than `timeout` seconds fails.
+    When one rank fails, the others are ended and its error is raised; but the first `spare` of those that a signal ends
+    are only noted, under gone/RANK in the store that this process keeps. late: further processes, which fn has to
+    bring into the group. replace: start another one for each that was lost, under a new RANK, with the LOCAL_RANK of
+    the old one; whether it joins or fails, the others go on, and when they have done their work it has 10 seconds
+    left. Ctrl-C and SIGTERM are passed on; ranks that have not left after `grace` seconds are killed, and
+    KeyboardInterrupt or SystemExit(143) is raised. Returns the ranks that were lost."""
+
+    def terminated(signum, frame):
+        raise SystemExit(128 + signum)
+
+    handlers = {signal.SIGTERM: terminated, signal.SIGINT: signal.default_int_handler}  # ignored after a script's `&`
+    previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it tells of each process that it ends
+    family = _Family(fn, ranks, device, args, timeout, spare, late, replace)
+    try:
+        family.start(0, ranks + late)
+        family.watch()
+    except (KeyboardInterrupt, SystemExit):
+        for process in family.processes():
+            process.terminate()
+        deadline = time.monotonic() + grace
+        for process in family.processes():
+            process.join(max(0, deadline - time.monotonic()))
+        raise
+    finally:
+        for process in family.processes():
+            process.kill()
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    return family.lost
+
+
 # ==== 1. Groups: who talks to whom, and the few ways to talk ==========================================================
 
 
@@ -107,11 +246,11 @@ def make_groups(dp=1, pp=1, cp=1, tp=1, timeout=600):
     ValueError when the world has another size, TimeoutError with their numbers when ranks do not come."""
     sizes = dict(dp=dp, pp=pp, cp=cp, tp=tp)
     if any(not isinstance(k, int) or k < 1 for k in sizes.values()):
-        raise ValueError(f"sizes {sizes}: each must be a whole number of at least 1")
+        raise base.BadInput(f"sizes {sizes}: each must be a whole number of at least 1")
     world, wanted = (dist.get_world_size() if dist.is_initialized() else 1), math.prod(sizes.values())
     if world != wanted:
         plan = " x ".join(f"{name} {k}" for name, k in sizes.items())
-        raise ValueError(f"{plan} needs {wanted} ranks, but {world} were started: change the sizes or the number")
+        raise base.BadInput(f"{plan} needs {wanted} ranks, but {world} were started: change the sizes or the number")
     if world > 1:
         meet("make_groups", timeout)
     ranks = torch.arange(world).view(pp, dp, cp, tp)
@@ -190,7 +329,7 @@ def scatter(x, group, dim=1):
     """This rank's piece, along dim, of the sum over the group. ValueError when it cannot be cut equally."""
     n = size(group)
     if x.shape[dim] % n:
-        raise ValueError(f"{x.shape[dim]} positions over {n} ranks: pad the sequence to a multiple of {n}")
+        raise base.BadInput(f"{x.shape[dim]} positions over {n} ranks: pad the sequence to a multiple of {n}")
     if group is None:
         return x
     pieces = torch.cat(x.chunk(n, dim))  # one after the other, as the collective wants them
@@ -351,7 +490,7 @@ class Zero:
 
     def __init__(self, model, group, stage, **adamw):
         if stage not in (1, 2, 3):
-            raise ValueError(f"stage is {stage!r}: use 1, 2 or 3 (0 is data_parallel)")
+            raise base.BadInput(f"stage is {stage!r}: use 1, 2 or 3 (0 is data_parallel)")
         self.group, self.stage, n = group, stage, size(group)
         modules = [model.embedding, *model.blocks]
         own = [list(module.parameters()) for module in modules]
@@ -540,7 +679,7 @@ def tensor_parallel(model, group, sequence=False):
     forge()'s `origins`. ValueError if the heads cannot be shared out. arXiv 1909.08053, 2205.05198."""
     n, heads, origins = size(group), model.config.heads, {}
     if heads % n:
-        raise ValueError(f"{heads} heads over {n} tensor-parallel ranks: use a tp that divides the number of heads")
+        raise base.BadInput(f"{heads} heads over {n} tensor-parallel ranks: use a tp that divides the number of heads")
     if n == 1:
         return origins
     where = lambda path: dict(origins=origins, path=path)  # noqa: E731
@@ -598,7 +737,7 @@ def vocab_parallel_cross_entropy(
     functools.partial(forging.forge_classifier, state=...), the step in backward. ValueError as there."""
     start, stop = shares(vocab, size(group))[rank_in(group)]
     if len(C) != stop - start:
-        raise ValueError(f"C has {len(C)} rows: this rank's part of {vocab} classes is rows {start} to {stop}")
+        raise base.BadInput(f"C has {len(C)} rows: this rank's part of {vocab} classes is rows {start} to {stop}")
     join = functools.partial(join_slices, group=group)
     return loss(enter(E, group, sequence), C, targets, shard=cce.Shard(start, vocab, join), **options)
 
@@ -679,7 +818,7 @@ def one_f_one_b(p, m):
 def interleaved(p, m, chunks=2):
     """1F1B over `chunks` thinner stages a rank: a bubble is one thin stage, for more to send. arXiv 2104.04473."""
     if m % p:
-        raise ValueError(f"{m} micro-batches over {p} ranks: interleaving needs a multiple of {p}")
+        raise base.BadInput(f"{m} micro-batches over {p} ranks: interleaving needs a multiple of {p}")
 
     def nth(kind, k):  # p micro-batches go through one chunk, then the same through the next
         round_, turn = divmod(k, p * chunks)
@@ -720,7 +859,7 @@ def play(tasks):
     each as early as it can. ValueError if they wait for each other for ever, or two have one name."""
     free, times, waiting = Counter(), {}, list(tasks)
     if len({task.name for task in waiting}) < len(waiting):
-        raise ValueError("two tasks of one name")
+        raise base.BadInput("two tasks of one name")
     while waiting:
         held_up, left = set(), []
         for task in waiting:
@@ -733,7 +872,8 @@ def play(tasks):
                 held_up.update(task.on)
                 left.append(task)
         if len(left) == len(waiting):
-            raise ValueError(f"{len(left)} tasks wait for each other: one stands before what it needs: {left[0].name}")
+            raise base.BadInput(f"{len(left)} tasks wait for each other: one stands before what it needs: "
+                                f"{left[0].name}")
         waiting = left
     return times
 
@@ -767,7 +907,7 @@ def simulate(lists, cost):
                       if op.kind == kind]
             both = set(order) & set(wanted)
             if [x for x in order if x in both] != [x for x in wanted if x in both]:
-                raise ValueError(f"rank {source} sends results of {kind} in another order than they are received in")
+                raise base.BadInput(f"rank {source} sends results of {kind} in another order than they are received in")
     for rank, ops in enumerate(lists):
         for op in ops:
             stage = op.chunk * p + rank
@@ -892,7 +1032,7 @@ def run_pipeline(ops, stages, queue, inputs, loss, groups, like):
     split, ends = any(op.kind == "W" for op in ops), p * len(stages) - 1
 
     if p == 1 and len(stages) > 1:
-        raise ValueError(f"{len(stages)} chunks on one rank: there is nobody to send to: pass one chunk")
+        raise base.BadInput(f"{len(stages)} chunks on one rank: there is nobody to send to: pass one chunk")
 
     def wire(kind, source):
         """A group in which a rank only sends or only receives, in one order: NCCL does one thing after the other. So
@@ -953,7 +1093,7 @@ def split_sequence(x, group, zigzag=True, dim=1):
     n = size(group)
     pieces = n * (2 if zigzag else 1)
     if x.shape[dim] % pieces:
-        raise ValueError(f"{x.shape[dim]} positions in {pieces} chunks: pad the sequence to a multiple of {pieces}")
+        raise base.BadInput(f"{x.shape[dim]} positions in {pieces} chunks: pad the sequence to a multiple of {pieces}")
     chunks = x.chunk(pieces, dim)
     return torch.cat([chunks[c] for c in chunks_of(rank_in(group), n, zigzag)], dim)
 
@@ -1122,8 +1262,8 @@ def context_parallel(model, group, zigzag=True):
 
     def attend(q, k, v):
         if q.shape[2] != len(model.cos):
-            raise ValueError(f"{q.shape[2]} positions on a rank, whose part of {model.config.seq} is {len(model.cos)}: "
-                             "pass split_sequence of sequences of that length")
+            raise base.BadInput(f"{q.shape[2]} positions on a rank, whose part of {model.config.seq} is "
+                                f"{len(model.cos)}: pass split_sequence of sequences of that length")
         return ring_attention(q, k, v, group, zigzag)
 
     for block in model.blocks:
@@ -1375,7 +1515,8 @@ class Offload(saved_tensors_hooks):
 
     def __init__(self, model, folder=None, least=2**14, ahead=8):
         if folder is None and next(model.parameters()).device.type == "cpu":
-            raise ValueError("offload on a CPU: pass a folder to write to: host memory is where everything is already")
+            raise base.BadInput("offload on a CPU: pass a folder to write to: host memory is where everything is "
+                                "already")
         self.stay = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
         self.folder, self.least, self.ahead, self.counts = folder, least, ahead, Counter()
         self.copies, self.known, self.flying, self.stream = [], {}, [], None
@@ -1723,8 +1864,8 @@ def best_of(lengths, divisions_, rates, capacity):
     splits = [(groups, grouped(lengths, groups, rates, capacity)) for groups in divisions_]
     found = [(span(layer_tasks(split, rates)), groups, split) for groups, split in splits if split]
     if not found:
-        raise ValueError(f"{sum(lengths)} tokens, the longest document {max(lengths)}, find no room for {capacity} a "
-                         "rank: take more ranks, more tokens a rank, or several steps")
+        raise base.BadInput(f"{sum(lengths)} tokens, the longest document {max(lengths)}, find no room for "
+                            f"{capacity} a rank: take more ranks, more tokens a rank, or several steps")
     return min(found, key=lambda item: item[:2])
 
 
@@ -1929,7 +2070,7 @@ def producer_consumer(samples, n, micro=4):
     faster and needs no less memory, which is what would speak for two pools. ValueError for one rank. FlowTrain (2026),
     of which we know the abstract: the rest is our reading."""
     if n < 2:
-        raise ValueError(f"{n} rank: encoder and backbone need one each: use 2 or more")
+        raise base.BadInput(f"{n} rank: encoder and backbone need one each: use 2 or more")
     g, tasks = allocate(samples, n), []
     free, done = [0.0] * g, {}
     for i, sample in enumerate(samples):
@@ -1972,7 +2113,7 @@ def skip_pipe(p, m, k, cost, most):
     Greedy: what is reserved stays. SkipPipe arXiv 2502.19913 instead searches all micro-batches' paths together, by
     conflict-based search. Embedding and loss are no stages here. cost: {"F", "B": seconds}."""
     if not 1 <= k <= p or m < 1 or most < 1:
-        raise ValueError(f"{m} micro-batches, {most} at once, through {k} of {p} stages: between 1 and all of them")
+        raise base.BadInput(f"{m} micro-batches, {most} at once, through {k} of {p} stages: between 1 and all of them")
     quota = [stop - start for start, stop in shares(m * k, p)]
     busy, ends, paths, tasks = [[] for _ in range(p)], [], [], []
 
@@ -2163,24 +2304,24 @@ def plan(model, gpus, memory, links=HOSTS, batch=1024, chip=H200):
     """All Plans for `batch` sequences a step on `gpus` GPUs with `memory` GiB each, the fastest first, and of equally
     fast ones the smallest. ValueError that says what is missing when there is none."""
     if min(*model[:5], gpus, memory, batch) <= 0:
-        raise ValueError(f"{model}, gpus={gpus}, memory={memory}, batch={batch}: all sizes must be positive")
+        raise base.BadInput(f"{model}, gpus={gpus}, memory={memory}, batch={batch}: all sizes must be positive")
     if model.params <= 2 * model.vocab * model.dim:
-        raise ValueError(f"params={model.params:.3g}: embedding and classifier alone, 2 x vocab x dim, are "
-                         f"{2 * model.vocab * model.dim:.3g}: correct one of the three")
+        raise base.BadInput(f"params={model.params:.3g}: embedding and classifier alone, 2 x vocab x dim, are "
+                            f"{2 * model.vocab * model.dim:.3g}: correct one of the three")
 
     def predictions(gpus):
         return (predict(model, links, chip, batch, *choice) for choice in choices(model, gpus, links, batch))
 
     found = list(predictions(gpus))
     if not found:
-        raise ValueError(f"{batch} sequences of {model.seq} and {model.layers} layers cannot be shared out over {gpus} "
-                         "GPUs: take a batch that the number of GPUs divides, or another number of GPUs")
+        raise base.BadInput(f"{batch} sequences of {model.seq} and {model.layers} layers cannot be shared out over "
+                            f"{gpus} GPUs: take a batch that the number of GPUs divides, or another number of GPUs")
     fits = [one for one in found if one.gib <= memory]
     if not fits:
         least = min(found, key=lambda one: one.gib)
         enough = next((k * gpus for k in (2, 4, 8, 16, 32, 64)
                        if any(one.gib <= memory for one in predictions(k * gpus))), None)
-        raise ValueError(
+        raise base.BadInput(
             f"no plan fits {gpus} GPUs of {memory:g} GiB: the smallest (dp {least.dp}, pp {least.pp}, cp {least.cp}, "
             f"tp {least.tp}, ZeRO-{least.zero}{', recomputed' * least.recompute}) takes {least.gib:.1f} GiB a GPU: "
             + (f"{enough} GPUs of {memory:g} GiB would do" if enough else "more memory a GPU is needed, or a larger "
@@ -2262,23 +2403,23 @@ def parse_plan(text):
         try:
             number = float(value)
         except ValueError:
-            raise ValueError(f"--plan: {item!r} is not of the form name=number: it takes {USAGE}") from None
+            raise base.BadInput(f"--plan: {item!r} is not of the form name=number: it takes {USAGE}") from None
         if name not in (*REQUIRED, *OPTIONAL) or name in numbers:
             what = "is given twice" if name in numbers else "is unknown"
-            raise ValueError(f"--plan: {name} {what}: it takes {USAGE}")
+            raise base.BadInput(f"--plan: {name} {what}: it takes {USAGE}")
         whole_number = name not in ("params", "gib", "nvlink", "link", "tflops", "reach")
         if not 0 < number < 1e18 or whole_number and (number != int(number) or number > 1e9):
-            raise ValueError(f"--plan: {item}: give a positive{' whole' * whole_number} number")
+            raise base.BadInput(f"--plan: {item}: give a positive{' whole' * whole_number} number")
         numbers[name] = int(number) if whole_number else number
     if missing := [name for name in REQUIRED if name not in numbers]:
-        raise ValueError(f"--plan: missing {', '.join(missing)}: it takes {USAGE}")
+        raise base.BadInput(f"--plan: missing {', '.join(missing)}: it takes {USAGE}")
     if numbers["gpus"] > 2**17:
-        raise ValueError(f"--plan: gpus={numbers['gpus']}: plans are made for up to {2**17}")
+        raise base.BadInput(f"--plan: gpus={numbers['gpus']}: plans are made for up to {2**17}")
     links = HOSTS._replace(host=numbers.get("host", HOSTS.host), inside=numbers.get("nvlink", HOSTS.inside / 1e9) * 1e9,
                            between=numbers.get("link", HOSTS.between * 8e-9) / 8e-9)
     chip = H200._replace(peak=numbers.get("tflops", H200.peak / 1e12) * 1e12, reach=numbers.get("reach", H200.reach))
     if chip.reach >= chip.product:
-        raise ValueError(f"--plan: reach={chip.reach}: a step cannot get what a large product gets, {chip.product}")
+        raise base.BadInput(f"--plan: reach={chip.reach}: a step cannot get what a large product gets, {chip.product}")
     model = Model(*(numbers.get(k, 0) for k in ("params", "layers", "dim", "vocab", "seq", "heads")),
                   muon=numbers.get("muon", 0))
     batch = numbers.get("batch") or -(-max(1, 2**22 // model.seq) // numbers["gpus"]) * numbers["gpus"]
@@ -2580,7 +2721,7 @@ def find_slow(delays, factor=3.0, least=0.02):
     `least` seconds above that. ValueError for fewer than 3 ranks. C4 2406.04594, of which we know the abstract."""
     n = len(delays)
     if n < 3:
-        raise ValueError(f"{n} ranks: a slow sender and a slow link look alike: 3 are needed")
+        raise base.BadInput(f"{n} ranks: a slow sender and a slow link look alike: 3 are needed")
     others = ~torch.eye(n, dtype=torch.bool)
     # Not the median: more than half are slow where one rank of three is, as sender and receiver.
     usual = delays[others].quantile(0.25, interpolation="lower")
@@ -2608,7 +2749,7 @@ def in_ranks(function, ranks, *arguments, device=None, timeout=TIMEOUT, spare=0,
     with tempfile.TemporaryDirectory() as folder:
         what = Path(names["__file__"]).stem, function, planted, folder, arguments
         try:
-            base.spawn(one_rank, ranks, device or device_for(ranks), what, timeout, spare=spare)
+            spawn(one_rank, ranks, device or device_for(ranks), what, timeout, spare=spare)
         except (ProcessExitedException, ProcessRaisedException) as error:
             said = {}
             for file in sorted(Path(folder).glob("*.error")):
@@ -2617,9 +2758,10 @@ def in_ranks(function, ranks, *arguments, device=None, timeout=TIMEOUT, spare=0,
             if not said:
                 raise OSError(f"a rank ended before its work: {str(error).strip().splitlines()[-1]}") from None
             kinds = [kind for kind, _ in said]  # a rank that failed makes others fail otherwise: its error counts
-            first = next((kind for kind in ("AssertionError", "ValueError") if kind in kinds), kinds[0])
+            known = {"AssertionError": AssertionError, "BadInput": base.BadInput, "ValueError": ValueError}
+            first = next((kind for kind in known if kind in kinds), kinds[0])
             text = "; ".join(f"rank {', '.join(who)}: {text}" for (kind, text), who in said.items() if kind == first)
-            raise {"AssertionError": AssertionError, "ValueError": ValueError}.get(first, OSError)(text) from None
+            raise known.get(first, OSError)(text) from None
         left = {int(file.stem): file for file in Path(folder).glob("*.pt")}
         if not left:
             raise OSError(f"none of {ranks} ranks is left")
@@ -2645,7 +2787,7 @@ def one_rank(stage, function, planted, folder, arguments):
     try:
         torch.save(names[function](*arguments), Path(folder, f"{rank}.pt"))
     except Exception as error:
-        if not isinstance(error, (AssertionError, ValueError, RuntimeError, OSError)):
+        if not isinstance(error, (AssertionError, base.BadInput, RuntimeError, OSError)):
             traceback.print_exc()  # a mistake in here, not of the user
         text = " ".join(str(error).split())[:500]
         Path(folder, f"{rank}.tmp").write_text(f"{type(error).__name__}:{text}")
@@ -2970,7 +3112,7 @@ def check_vocabulary():
                 want[key] = want[key][start:stop]
         return got, want
 
-    for options in (dict(), dict(softcap=3.0), dict(reduction="none"), dict(reduction="sum", shift=1, bias=False),
+    for options in (dict(), dict(softcap=3.0), dict(reduction="none"), dict(reduction="sum", bias=False),
                     dict(return_lse=True, weigh=True), dict(ignore_index=7)):
         worst = max(worst, compare(f"vocabulary {options}", *both(103, **options)))
     exact = both(103)[1]
@@ -3627,7 +3769,7 @@ def check_planner(seeds=12):
         require(abs(deep[1] - deep[0] - (2 * half + 4 * T * D) / 2**30) < 1e-6, "two stages hold two micro-batches")
         try:
             found, more = plan(model, gpus, gib, batch=batch), plan(model, gpus, 2 * gib, batch=batch)
-        except ValueError as error:
+        except base.BadInput as error:
             require("would do" in str(error) or "is needed" in str(error), str(error))
             continue
         require(all(x.dp * x.pp * x.cp * x.tp == gpus and x.gib <= gib for x in found), "a plan does not fit")
@@ -4297,7 +4439,7 @@ def planned_step(config, batch, micro, groups, dtype, again=False, zero=0):
     model, queue, p = built(*config, dtype=dtype), WeightQueue(), size(groups.pp)
     V, T = model.config.vocab, model.config.seq
     if p > 1 and (groups.tp or groups.cp):
-        raise ValueError("pp with tp or cp: the planner counts it, this file does not run it: use pp with dp alone")
+        raise base.BadInput("pp with tp or cp: the planner counts it, this file does not run it: use pp with dp alone")
     tensor_parallel(model, groups.tp, sequence=True)
     if groups.cp is not None:
         context_parallel(model, groups.cp)
@@ -4500,12 +4642,34 @@ MEASUREMENTS = [measure_zero, measure_activations, measure_bubbles, measure_memo
 ON_GPUS = [measure_overlap, measure_tensor, measure_vocabulary, measure_ring, measure_uneven, measure_energy]
 
 
-def all_checks():
-    """{check: its fp64 error, if it has one}, on the ranks of this world."""
+def rank_checks(world):
+    """Those that need ranks, or take them where they are."""
+    return CHECKS + [check_mesh] * (world > 2 and world % 2 == 0)
+
+
+def all_checks(only=None):
+    """{check: its fp64 error, if it has one}, on the ranks of this world; of all checks, or of one name."""
     meet("the first check", TIMEOUT)
-    world = dist.get_world_size()
-    checks = CHECKS + [check_mesh] * (world > 2 and world % 2 == 0)
-    return {check.__name__[6:].replace("_", " "): check() for check in checks}
+    checks = base.chosen_checks(rank_checks(dist.get_world_size()), only)
+    return {base.check_name(check).replace("_", " "): check() for check in checks}
+
+
+def check_both(together, alone, only, ranks, device, stage=None):
+    """--check of a stage whose all_checks(only) runs the checks `together`, in ranks; those `alone` start the processes
+    that they need. device: of the ranks, or None."""
+    checks = base.chosen_checks([*together, *alone], only)
+    if any(check in together for check in checks):
+        in_ranks("all_checks", ranks, only, device=device, stage=stage)
+    for check in checks:
+        if check in alone:
+            base.call_check(check, base.default_device())
+    print(base.checks_passed(checks))
+
+
+def check_all(device, only, args):
+    """--check."""
+    ranks = number_of_ranks(args)
+    check_both(rank_checks(ranks), BY_ONE, only, ranks, args.device)
 
 
 def everything():
@@ -4533,7 +4697,7 @@ def under_torchrun(device):
                               "or correct MASTER_ADDR and MASTER_PORT") from None
             time.sleep(0.2)
     try:
-        base.join_group(device, TIMEOUT)
+        join_group(device, TIMEOUT)
         result = everything()
         dist.destroy_process_group()
         return result
@@ -4570,33 +4734,27 @@ def print_policies(n=16, tokens=16384):
         "{} {:g} ({})".format(way, *fabric_load(9, 8, way)) for way in ("single-path", "spray", "split")))
 
 
-HEADLINES = {  # what README shows of a run: 01's chosen_lines
-    "": ("claim ", "tensor parallel: error", "a rank killed: error"),
-    "NCCL": (
-        "kept: ", "offloaded: peak", "offloaded: time", "recomputed: ",
-        "backward alone", "the sum during", "a layer on 1", "loss and gradients, 1", "their peak, 1",
-        "attention, 65,536 keys, zigzag", "energy of a training",
-    ),
-    "--ranks 4": ("a layer, TP = 4  ", "loss and gradients, 4", "their peak, 4"),
-}
+def number_of_ranks(args):
+    """What the flags, or torchrun, say. BadInput if it cannot be."""
+    torchrun = "RANK" in os.environ
+    ranks = int(os.environ["WORLD_SIZE"]) if torchrun else 2 if args.ranks is None else args.ranks
+    if torchrun and args.ranks not in (None, ranks):
+        raise base.BadInput(f"--ranks {args.ranks}: torchrun has started {ranks}: leave --ranks out")
+    if ranks < 2:
+        raise base.BadInput(f"--ranks {ranks}: nothing is parallel there: use 2 or more")
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    if args.device == "cuda" and device_for(local) == "cpu":
+        raise base.BadInput(f"--device cuda: {local} ranks, but {torch.cuda.device_count()} GPUs here: use as many "
+                            "ranks, or --device cpu")
+    return ranks
 
 
 def body(device, ledger, args):
     if args.plan is not None:
-        if args.readme:
-            raise ValueError("--readme publishes a whole run: leave --plan out")
         return print_plans(args.plan)
-    torchrun = "RANK" in os.environ
-    ranks = int(os.environ["WORLD_SIZE"]) if torchrun else 2 if args.ranks is None else args.ranks
-    if torchrun and args.ranks not in (None, ranks):
-        raise ValueError(f"--ranks {args.ranks}: torchrun has started {ranks}: leave --ranks out")
-    if ranks < 2:
-        raise ValueError(f"--ranks {ranks}: nothing is parallel there: use 2 or more")
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-    if args.device == "cuda" and device_for(local) == "cpu":
-        raise ValueError(f"--device cuda: {local} ranks, but {torch.cuda.device_count()} GPUs here: use as many ranks, "
-                         "or --device cpu")
+    torchrun, ranks = "RANK" in os.environ, number_of_ranks(args)
     if torchrun:
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
         where, errors, rows, said = under_torchrun(args.device or device_for(local))
         single = {}
     else:
@@ -4642,8 +4800,8 @@ def add_arguments(parser):
 
 if __name__ == "__main__":
     enough_queues()
-    if "RANK" in os.environ and any(flag.startswith(("--break", "--readme")) for flag in sys.argv):
-        print("05_parallelism.py: --break and --readme are for one process: leave torchrun out", file=sys.stderr)
+    if "RANK" in os.environ and any(flag.startswith(("--break", "--check")) for flag in sys.argv):
+        print("05_parallelism.py: --break and --check are for one process: leave torchrun out", file=sys.stderr)
         sys.exit(2)
     if os.environ.get("RANK", "0") != "0":  # one process of torchrun's speaks
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -53,7 +53,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import textwrap
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,7 +71,7 @@ forging = importlib.import_module("04_fused_optimizer")
 parallel = importlib.import_module("05_parallelism")
 HAS_TRITON, MIB, require, must_raise = base.HAS_TRITON, base.MIB, base.require, base.must_raise
 triton, tl, fma = cce.triton, cce.tl, forging.fma
-fused_multiply_add, nearest_integer = cce.fused_multiply_add, forging.nearest_integer
+fused_multiply_add, nearest_integer = forging.fused_multiply_add, forging.nearest_integer
 
 BLOCK = 128  # numbers that share a scale; every parameter starts at a multiple of it
 CHUNK, KEPT = 4096, 64  # top-k: of each CHUNK numbers the KEPT largest, 1.6 %
@@ -450,7 +449,7 @@ def outer_kernel(
 def by_kernels(x, backend):
     """Whether Triton's kernels take this tensor. "auto": on a GPU; "triton": also in the interpreter."""
     if backend == "triton" and not HAS_TRITON:
-        raise ValueError("backend is 'triton', which is not installed: use 'torch', or pip install triton (Linux)")
+        raise base.BadInput("backend is 'triton', which is not installed: use 'torch', or pip install triton (Linux)")
     return x.dtype == torch.float32 and (backend == "triton" or backend == "auto" and x.is_cuda and HAS_TRITON)
 
 
@@ -675,7 +674,7 @@ class Sim:
 
     def __init__(self, size, silent=None):
         if size < 1:
-            raise ValueError(f"size is {size}: use at least 1 worker")
+            raise base.BadInput(f"size is {size}: use at least 1 worker")
         self.size, self.silent, self.bytes_sent = size, silent, 0.0
         self.ranks = self.members = tuple(range(size))
         self.wishes = {"join": []}
@@ -951,11 +950,11 @@ class Flat:
         self.named = [trainable(model) for model in models]
         sizes = {name: p.numel() for name, p in self.named[0].items()}
         if not sizes:
-            raise ValueError("the model has no trainable parameter: there is nothing to synchronise")
+            raise base.BadInput("the model has no trainable parameter: there is nothing to synchronise")
         self.place, self.spans, end = {}, [], 0  # {name: its slice of P}
         for names in fragments_of(sizes, fragments):
             if not names:
-                raise ValueError(f"fragments is {fragments}: the model has not enough layers for so many: use fewer")
+                raise base.BadInput(f"fragments is {fragments}: the model has not enough layers for so many: use fewer")
             begin = end
             for name in names:
                 self.place[name] = slice(end, end + sizes[name])
@@ -1122,8 +1121,8 @@ class Sync:
         method, span = self.method, self.flat.spans[fragment]
         phi, theta = self.phi[:, span], self.theta[:, span]  # (L, n)
         if not bool(theta.sum().isfinite()):
-            raise ValueError(f"step {self.steps}: weights are not finite: go on from the last checkpoint, with a "
-                             "lower rate")
+            raise base.BadInput(f"step {self.steps}: weights are not finite: go on from the last checkpoint, with a "
+                                "lower rate")
         if method.replicas:  # z = theta - phi + (mean of the ring - phi), and D = -z
             phi = 2 * phi - self.ring_mean(span)
         sources = (phi, theta) if method.anchored else (theta, None)
@@ -1497,10 +1496,11 @@ class Sync:
         """By all workers at once, before their first step(). ValueError, and nothing changed, if it is of another
         method or shape."""
         if saved["method"] != repr(self.method):
-            raise ValueError(f"saved by {saved['method']}, this is {self.method!r}: use the same method and settings")
+            raise base.BadInput(f"saved by {saved['method']}, this is {self.method!r}: use the same method and "
+                                "settings")
         if saved["theta"].shape != self.theta.shape:
-            raise ValueError(f"saved weights {tuple(saved['theta'].shape)}, these are {tuple(self.theta.shape)}: load "
-                             "them into the same model and number of workers")
+            raise base.BadInput(f"saved weights {tuple(saved['theta'].shape)}, these are {tuple(self.theta.shape)}: "
+                                "load them into the same model and number of workers")
         self.steps, self.numbers, self.launched = saved["steps"], list(saved["numbers"]), list(saved["launched"])
         for name in ("theta", "phi", "m", "e", "replicas"):
             if getattr(self, name) is not None:
@@ -1536,11 +1536,11 @@ def make_sync(method, model, transport, *, seed=0, backend="auto", companion=Non
             sync.step()
     """
     if method not in METHODS:
-        raise ValueError(f"method is {method!r}: use one of {', '.join(METHODS)}")
+        raise base.BadInput(f"method is {method!r}: use one of {', '.join(METHODS)}")
     unknown = set(overrides) - {field.name for field in dataclasses.fields(Method)}
     if unknown:
-        raise ValueError(f"{sorted(unknown)[0]}: no part of a method: they have "
-                         + ", ".join(field.name for field in dataclasses.fields(Method)))
+        raise base.BadInput(f"{sorted(unknown)[0]}: no part of a method: they have "
+                            + ", ".join(field.name for field in dataclasses.fields(Method)))
     method = dataclasses.replace(METHODS[method], **overrides)
     flat = model
     if not isinstance(model, Flat):
@@ -1553,26 +1553,29 @@ def check_method(method, flat, transport):
     """ValueError for what cannot be."""
     H = method.inner_steps
     if H is not None and not (isinstance(H, int) and H >= 1):
-        raise ValueError(f"inner_steps is {H}: use a whole number of at least 1, or None for one round at the end")
+        raise base.BadInput(f"inner_steps is {H}: use a whole number of at least 1, or None for one round at the end")
     if method.compressor not in COMPRESSORS:
-        raise ValueError(f"compressor is {method.compressor!r}: use one of {', '.join(COMPRESSORS)}")
+        raise base.BadInput(f"compressor is {method.compressor!r}: use one of {', '.join(COMPRESSORS)}")
     if flat.theta.dtype == torch.float64 and method.compressor != "none":
-        raise ValueError(f"compressor is {method.compressor!r} and the weights are fp64: use 'none', or fp32 weights")
+        raise base.BadInput(f"compressor is {method.compressor!r} and the weights are fp64: use 'none', or fp32 "
+                            "weights")
     if len(flat.spans) != method.fragments:
-        raise ValueError(f"{len(flat.spans)} fragments in Flat, {method.fragments} in the method: make them the same")
+        raise base.BadInput(f"{len(flat.spans)} fragments in Flat, {method.fragments} in the method: make them the "
+                            "same")
     if H is not None and method.fragments > H:
-        raise ValueError(f"fragments is {method.fragments}, more than inner_steps {H}: use fewer")
+        raise base.BadInput(f"fragments is {method.fragments}, more than inner_steps {H}: use fewer")
     if method.delay is not None and not 0 <= method.delay <= (H or 0):
-        raise ValueError(f"delay is {method.delay}: a round lands before the next is launched: use 0 to {H}")
+        raise base.BadInput(f"delay is {method.delay}: a round lands before the next is launched: use 0 to {H}")
     if not 0 <= method.keep <= 1 or (method.feedback is not None and not 0 <= method.feedback <= 1):
-        raise ValueError(f"keep {method.keep}, feedback {method.feedback}: both lie in 0 ... 1")
+        raise base.BadInput(f"keep {method.keep}, feedback {method.feedback}: both lie in 0 ... 1")
     if len(flat.theta) != len(transport.ranks):
-        raise ValueError(f"{len(flat.theta)} models for {len(transport.ranks)} ranks of this transport: pass one each")
+        raise base.BadInput(f"{len(flat.theta)} models for {len(transport.ranks)} ranks of this transport: pass one "
+                            "each")
     if method.replicas and transport.silent:
-        raise ValueError("silent workers: a method with replicas would lose what they are replicas of: use another")
+        raise base.BadInput("silent workers: a method with replicas would lose what they are replicas of: use another")
     for kind in (method.sums, method.mixes):
         if kind not in (None, "all", "pair", "ring"):
-            raise ValueError(f"{kind!r} is no mixing: use 'all', 'pair' or 'ring'")
+            raise base.BadInput(f"{kind!r} is no mixing: use 'all', 'pair' or 'ring'")
 
 
 # ==== 9. Just One Byte: no gradients on the wire at all ===============================================================
@@ -2031,7 +2034,7 @@ def fleet(function, ranks, *arguments, **options):
     into folder/RANK.pt}."""
     planted = [name for name, (_, attribute, bug) in BREAKS.items() if globals()[attribute] is bug]
     with tempfile.TemporaryDirectory() as folder:
-        base.spawn(in_fleet, ranks, "cpu", (function.__name__, planted, folder, *arguments), **options)
+        parallel.spawn(in_fleet, ranks, "cpu", (function.__name__, planted, folder, *arguments), **options)
         return {int(file.stem): torch.load(file) for file in Path(folder).glob("*.pt")}
 
 
@@ -2571,12 +2574,9 @@ def study(seeds=range(3), scale=1.0):
         print(f"  {text_:<54} {aim:>8} {found:>8.4f} {'yes' if good else 'NO'}")
 
 
-HEADLINES = {  # what README shows of a run: 01's chosen_lines
-    "": (
-        "M = 2, ", "  ddp ", "  diloco ", f"  streaming{'':<21}", "  noloco ", "  co2 ", "  sparseloco ", "claim ",
-        "utilisation", "killed worker",
-    ),
-}
+def check_all(device, only, args):
+    """--check. (--all and --study go without.) {name: what the check returned}."""
+    return base.run_checks([*CHECKS, *PLAIN_CHECKS, check_processes, check_failures], device, only)
 
 
 def body(device, ledger, args):
@@ -2586,14 +2586,8 @@ def body(device, ledger, args):
         for M in (2, 8):
             table({name: train_toy(name, Sim(M), 200, 20) for name in ("ddp", "single", *METHODS)}, M, 200, 20)
         return None
-    for check in CHECKS:
-        check(device)
-    for check in PLAIN_CHECKS:
-        check()
-    check_processes()
-    disturbed, loss = check_failures()
-    checks = [*CHECKS, *PLAIN_CHECKS, check_processes, check_failures]
-    print(textwrap.fill("checks passed: " + ", ".join(check.__name__[6:] for check in checks), 110) + "\n")
+    disturbed, loss = check_all(device, None, args)["failures"]
+    print()
     steps, H = 80, 20
     results = fleet(five_methods, 2, steps, H)[0]
     wire = results.pop("wire")

@@ -93,7 +93,7 @@ def route(logits, top_k, gate="softmax", bias=None):
     them to choose, and to nothing else: it must not change what a chosen expert's output is worth. ValueError on
     another gate."""
     if gate not in ("softmax", "sigmoid"):
-        raise ValueError(f"gate is {gate!r}: use 'softmax' or 'sigmoid'")
+        raise base.BadInput(f"gate is {gate!r}: use 'softmax' or 'sigmoid'")
     scores = logits.softmax(-1) if gate == "softmax" else logits.sigmoid()  # (N, E)
     ranked = scores.detach() if bias is None else scores.detach() + bias
     experts = ranked.topk(top_k, -1).indices  # (N, K)
@@ -184,12 +184,12 @@ class Balance:
     def __init__(self, model, kind="global", group=None, coefficient=1e-2, z=1e-3, rate=1e-3):
         self.layers = [module for module in model.modules() if isinstance(module, MoE)]
         if kind not in self.KINDS:
-            raise ValueError(f"kind is {kind!r}: use one of {', '.join(self.KINDS)}")
+            raise base.BadInput(f"kind is {kind!r}: use one of {', '.join(self.KINDS)}")
         if not self.layers:
-            raise ValueError("the model has no experts to balance: with_experts(model) first")
+            raise base.BadInput("the model has no experts to balance: with_experts(model) first")
         if kind == "bias" and self.layers[0].bias.dtype.itemsize < 4:
-            raise ValueError(f"kind is 'bias', but biases are {self.layers[0].bias.dtype}, which lose steps of {rate}: "
-                             "keep the model in fp32")
+            raise base.BadInput(f"kind is 'bias', but biases are {self.layers[0].bias.dtype}, which lose steps of "
+                                f"{rate}: keep the model in fp32")
         self.kind, self.group, self.coefficient, self.z, self.rate = kind, group, coefficient, z, rate
         self.seen = None  # (layers, E) choices of the step so far, of all ranks
 
@@ -211,7 +211,7 @@ class Balance:
         """Move the biases, unless the step is left out; returns its max_violation of each layer, (layers,) fp64.
         ValueError before loss()."""
         if self.seen is None:
-            raise ValueError("no loss() since the last step(): call it after each forward pass")
+            raise base.BadInput("no loss() since the last step(): call it after each forward pass")
         seen, self.seen = self.seen, None
         if move and self.kind == "bias":
             for layer, counts in zip(self.layers, seen, strict=True):
@@ -714,9 +714,9 @@ class MoE(nn.Module):
     def __init__(self, dim, hidden, experts, top_k=2, gate="softmax", capacity=None, bottleneck=None):
         super().__init__()
         if not 1 <= top_k <= experts:
-            raise ValueError(f"top_k {top_k} of {experts} experts: use 1 to {experts}")
+            raise base.BadInput(f"top_k {top_k} of {experts} experts: use 1 to {experts}")
         if capacity is not None and not capacity > 0:
-            raise ValueError(f"capacity is {capacity}: use None, or a factor above 0")
+            raise base.BadInput(f"capacity is {capacity}: use None, or a factor above 0")
         route(torch.zeros(1, experts), top_k, gate)  # refuses a gate that it does not know
         width = bottleneck or dim
         self.experts, self.top_k, self.gate, self.capacity = experts, top_k, gate, capacity
@@ -752,7 +752,7 @@ class MoE(nn.Module):
     def take_routing(self):
         """The Routing of the last forward pass that counted. ValueError if there was none since."""
         if self.routing is None:
-            raise ValueError("no forward pass with gradients since the last call: call it once after each")
+            raise base.BadInput("no forward pass with gradients since the last call: call it once after each")
         routing, self.routing = self.routing, None
         return routing
 
@@ -974,13 +974,13 @@ def expert_parallel(model, group, policy="ep"):
     equally, or were cut before."""
     n, origins = size(group), {}
     if isinstance(policy, str) and policy not in POLICIES:
-        raise ValueError(f"policy is {policy!r}: use one of {', '.join(POLICIES)}")
+        raise base.BadInput(f"policy is {policy!r}: use one of {', '.join(POLICIES)}")
     layers = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
     for name, moe in layers.items():
         if moe.experts % n:
-            raise ValueError(f"{moe.experts} experts over {n} ranks: use a number of experts that {n} divides")
+            raise base.BadInput(f"{moe.experts} experts over {n} ranks: use a number of experts that {n} divides")
         if moe.exchange is not run_here:
-            raise ValueError(f"{name}: its experts are cut already: call expert_parallel once")
+            raise base.BadInput(f"{name}: its experts are cut already: call expert_parallel once")
     for name, moe in layers.items():
         moe.exchange = ExpertParallel(group, POLICIES.get(policy, policy))
         for part in ("up", "down") if n > 1 else ():
@@ -1097,7 +1097,7 @@ def fold(tp=1, cp=1, dp=1, ep=1, pp=1):
     [[0, 1, 2, 3], [4, 5, 6, 7]]. ValueError if ep does not divide them. arXiv 2504.14960."""
     inner = dp * cp * tp
     if inner % ep:
-        raise ValueError(f"ep {ep}: dp {dp} x cp {cp} x tp {tp} = {inner} ranks of a stage are no multiple of it")
+        raise base.BadInput(f"ep {ep}: dp {dp} x cp {cp} x tp {tp} = {inner} ranks of a stage are no multiple of it")
     attention = np.arange(pp * inner).reshape(pp, dp, cp, tp)
     experts = attention.reshape(pp, inner // ep, ep)
     along = lambda mesh, axis: np.moveaxis(mesh, axis, -1).reshape(-1, mesh.shape[axis]).tolist()  # noqa: E731
@@ -1722,6 +1722,7 @@ BREAKS = {
 }
 CHECKS = [check_expert_parallel, check_balance, check_forged_experts, check_folding]  # on ranks
 BY_ONE = [check_routing, check_layer, check_least_loaded, check_recompute, check_empty_rank]
+BY_ONE += [check_products] * HAS_TRITON
 
 
 # ==== 10. Measurements ================================================================================================
@@ -1817,10 +1818,11 @@ def measure_policies(D=4096, F_=4096, hots=(1, 4, 8), E=32, N=16384, K=2):
     return rows, notes
 
 
-def all_checks():
-    """{check: its fp64 error, if it has one}, on the ranks of this world."""
+def all_checks(only=None):
+    """{check: its fp64 error, if it has one}, on the ranks of this world; of all checks, or of one name."""
     parallel.meet("the first check", parallel.TIMEOUT)
-    return {check.__name__[6:].replace("_", " "): check() for check in CHECKS}
+    checks = base.chosen_checks(CHECKS, only)
+    return {base.check_name(check).replace("_", " "): check() for check in checks}
 
 
 def everything():
@@ -1921,22 +1923,24 @@ def print_study(seeds, steps, all_kinds):
     return bits["micro-batch"], bits["global batch"]
 
 
-HEADLINES = {  # what README shows of a run: 01's chosen_lines
-    "": ("claim ", "expert parallel: error", "128 experts on 8 GPUs", "  95% of"),
-    "--study": ("balance  ", "micro-batch ", "global batch ", "bias ", "  BigMac, ", "bits of domain"),
-    "NVIDIA": ("TFLOP/s of", "    D    E", " 4096    8  even", " 4096  128  even", " 4096  128  80 % hot"),
-}
+def number_of_ranks(args):
+    """--ranks. BadInput if nothing is parallel there."""
+    if args.ranks < 2:
+        raise base.BadInput(f"--ranks {args.ranks}: nothing is parallel there: use 2 or more")
+    return args.ranks
+
+
+def check_all(device, only, args):
+    """--check."""
+    parallel.check_both(CHECKS, BY_ONE, only, number_of_ranks(args), None, stage=globals())
 
 
 def body(device, ledger, args):
-    ranks = args.ranks
-    if ranks < 2:
-        raise ValueError(f"--ranks {ranks}: nothing is parallel there: use 2 or more")
+    ranks = number_of_ranks(args)
     where, errors, rows, notes = in_ranks("everything", ranks, stage=globals())
-    checks = [*BY_ONE, *([functools.partial(check_products, device)] if HAS_TRITON else [])]
-    for check in checks:
-        check()
-    names = [getattr(check, "func", check).__name__[6:].replace("_", " ") for check in checks]
+    for check in BY_ONE:
+        base.call_check(check, device)
+    names = [base.check_name(check).replace("_", " ") for check in BY_ONE]
     print(f"{ranks} processes on {where}; checks passed: {', '.join([*errors, *names])}\n")
     for name, error in errors.items():
         if error is not None:

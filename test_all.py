@@ -10,7 +10,8 @@ import concurrent.futures
 import contextlib
 import functools
 import gc
-import importlib
+import importlib.machinery
+import importlib.util
 import io
 import json
 import math
@@ -45,15 +46,32 @@ low_comm = importlib.import_module("06_low_comm_sync")
 moe = importlib.import_module("07_moe_balance")
 train = importlib.import_module("train")
 
+if base.INTERPRETED and base.HAS_TRITON:
+    from triton.runtime import interpreter
+
+    if hasattr(interpreter, "_patch_lang"):  # private: other versions may lack it
+
+        def patch_once(kernel, patch=interpreter._patch_lang):
+            """The interpreter replaces all of Triton's language at each call of a function: a fifth of its time. While
+            a kernel runs, what its launch has replaced still is, for the functions that it calls."""
+            tl = cce.tl
+            languages = [value for value in kernel.__globals__.values() if value is tl or value is tl.core]
+            return patch(kernel) if any(tl.core.is_builtin(language.load) for language in languages) else None
+
+        interpreter._patch_lang = patch_once
+
 ROOT = Path(__file__).resolve().parent
 DEVICE = base.default_device()
 STAGES = {"01_logits_memory": base, "02_cce_kernel": cce, "03_grad_filter_sort": gfs, "04_fused_optimizer": forging,
           "05_parallelism": parallel, "06_low_comm_sync": low_comm, "07_moe_balance": moe}
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+LOADER = importlib.machinery.SourceFileLoader("figures", str(ROOT / ".ci" / "figures"))
+figures = importlib.util.module_from_spec(importlib.util.spec_from_loader("figures", LOADER))
+LOADER.exec_module(figures)
+DTYPES = [torch.float32, torch.bfloat16]
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # NumPy's, where a GPU makes an inf
 needs_gpu = pytest.mark.skipif(not base.HAS_CUDA, reason="needs a GPU")
-# Bugs in the kernels of v4 and of 03.
-NEED_HOPPER = {"first-group-only", "unscaled-tiles", "first-tiles", "kernel-counts-ignored", "lost-bit"}
+# Bugs in the kernels of 03.
+NEED_HOPPER = {"first-tiles", "kernel-counts-ignored", "lost-bit"}
 needs_triton = pytest.mark.skipif(not base.HAS_TRITON, reason="needs Triton")
 
 
@@ -68,8 +86,7 @@ def in_process(stage, *arguments):
     names, errors = vars(STAGES[stage]), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(errors):
         patch.setattr(sys, "argv", [f"{stage}.py", *map(str, arguments)])
-        patch.setattr(sys, "__stdout__", output := io.StringIO())
-        patch.setattr(sys, "stdout", output)
+        patch.setattr(sys, "stdout", output := io.StringIO())
         try:
             status = base.run_stage(
                 names["__file__"], names["__doc__"], names, names["body"], "", names.get("add_arguments"))
@@ -133,6 +150,37 @@ def test_unknown_break_is_bad_input():
     assert in_process("01_logits_memory", "--break", "nothing").returncode == 2
 
 
+CHEAP_CHECKS = {"01_logits_memory": "table", "02_cce_kernel": "plan", "03_grad_filter_sort": "bad_input",
+                "04_fused_optimizer": "plans",
+                "05_parallelism": "flow", "06_low_comm_sync": "bytes", "07_moe_balance": "routing"}
+
+
+@pytest.mark.parametrize("stage", CHEAP_CHECKS)
+def test_checks_by_name(stage):
+    name = CHEAP_CHECKS[stage]
+    for asked in (name, f"check_{name}"):
+        result = in_process(stage, "--check", asked)
+        assert result.returncode == 0 and result.stdout.endswith(f"\nchecks passed: {name}\n"), result
+    result = in_process(stage, "--check", "nothing")
+    assert result.returncode == 2 and result.stderr.count("\n") == 1 and name in result.stderr, result
+
+
+def test_only_bad_input_is_one_line(capsys, monkeypatch):
+    """Any other ValueError is a mistake in the code, and keeps its traceback."""
+    monkeypatch.setattr(sys, "argv", ["stage.py"])
+
+    def fail(error, *rest):
+        raise error
+
+    def stage(error):
+        return base.run_stage("stage.py", "doc", {"BREAKS": {}}, functools.partial(fail, error), "")
+
+    for name, run in (("stage", stage), ("train", functools.partial(train.guarded, fail))):
+        assert run(base.BadInput("use another")) == 2 and capsys.readouterr().err == f"{name}.py: use another\n"
+        with pytest.raises(ValueError, match="a bug"):
+            run(ValueError("a bug"))
+
+
 @pytest.mark.parametrize("stage", ["02_cce_kernel", "03_grad_filter_sort"])
 def test_shape_of_nothing_is_bad_input(stage):
     result = in_process(stage, "--shape", 8, 0, 8)
@@ -143,10 +191,6 @@ def test_shape_of_nothing_is_bad_input(stage):
 def test_reference_and_chunked_on_more_shapes(seed):
     base.check_reference(N=20 + seed, V=7 + 30 * seed, D=5 + seed, seed=seed)
     base.check_chunked(N=33, V=40 + seed, D=9, chunk=8 + seed, seed=seed)
-
-
-def test_peak_bytes():
-    base.check_peak_bytes(DEVICE)
 
 
 def forged_layer(E, C, x):
@@ -180,28 +224,21 @@ def test_corpus_is_the_same_every_time_and_split_by_file():
         base.corpus("words")
 
 
-def test_ledger_fails_outside_its_band(capsys):
-    for measured, ok in ((1.0, True), (1.5, False), (float("nan"), False), (None, True)):
-        ledger = base.Ledger()
-        ledger.row("claim", "formula", 1.0, measured)
-        assert ledger.ok is ok
-    assert "needs a GPU" in capsys.readouterr().out
-
-
 def test_publish_replaces_only_its_block(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- stage -->old<!-- /stage -->\nafter\n")
     heads = {"": ("new ",), "--long": ("rare ",)}
-    base.publish("stage", "title\nnew rows\na newer row\nnew ones", "python stage.py", "cpu", page, heads)
+    figures.publish("stage", "new cpu\ntitle\nnew rows\na newer row\nnew ones", "python stage.py", page, heads)
     text = page.read_text()
-    assert text.startswith("before\n<!-- stage -->\n`python stage.py`") and text.endswith("<!-- /stage -->\nafter\n")
+    assert text.startswith("before\n<!-- stage -->\n`python stage.py`, 20") and ", new cpu\n" in text
+    assert text.endswith("<!-- /stage -->\nafter\n")
     assert "\n```text\nnew rows\nnew ones\n```\n<!-- /stage" in text and "old" not in text
     assert list(tmp_path.iterdir()) == [page]
     with pytest.raises(ValueError, match="<!-- other -->"):
-        base.publish("other", "new rows", "python other.py", "cpu", page, heads)
+        figures.publish("other", "cpu\nnew rows", "python other.py", page, heads)
     for output, command in (("rows", "python stage.py"), ("new rows", "python stage.py --long")):
         with pytest.raises(ValueError, match="no line begins with"):
-            base.publish("stage", output, command, "cpu", page, heads)
+            figures.publish("stage", f"cpu\n{output}", command, page, heads)
     assert page.read_text() == text
 
 
@@ -230,14 +267,14 @@ def flag_errors(words, scripts):
 
 def readme_errors(text):
     """Every wrong command, flag, choice, file, block or length of a README."""
-    for stage, module in STAGES.items():
+    for stage in STAGES:
         begin, end = f"<!-- {stage} -->\n", f"\n```\n<!-- /{stage} -->\n"
         if (text.count(begin), text.count(end)) != (1, 1) or text.index(begin) > text.index(end):
             yield f"{stage}: no block of results"
             continue
         about, _, rows = text.split(begin)[1].split(end)[0].partition("\n```text\n")
         try:
-            if base.chosen_lines(rows, module.HEADLINES, about) != rows:
+            if figures.chosen_lines(rows, figures.HEADLINES[stage], about) != rows:
                 yield f"{stage}: its block has lines that HEADLINES does not name"
         except ValueError as error:
             yield f"{stage}: {error}"
@@ -289,7 +326,7 @@ def test_readme_names_what_exists():
     ("", "`--loss cce`, `exactly`", "--loss exactly: no choice"),
     ("```bash\n", "```bash\npython train.py --steps many\n", "bad input"),
     ("--on-nan", "--on-none", "--on-nan: a flag of train.py that is not mentioned"),
-    ("## train.py\n", "## train.py\n`--readme`\n", "--readme: no flag of train.py"),
+    ("## train.py\n", "## train.py\n`--check`\n", "--check: no flag of train.py"),
     ("<!-- 03_grad_filter_sort -->", "", "03_grad_filter_sort: no block"),
     ("materialised: peak ", "materialized: peak ", "no line begins with 'materialised: peak'"),
     ("materialised: peak ", "a row by hand\nmaterialised: peak ", "01_logits_memory: its block has lines"),
@@ -307,13 +344,7 @@ def test_twin_of_the_readme(old, new, error):
 @pytest.mark.parametrize("N, V, D", [(252, 507, 123), (128, 256, 64), (3, 2, 1), (65, 129, 200)])
 def test_equal_to_the_reference(N, V, D, dtype):
     cce.check_equal(N, V, D, dtype, DEVICE, seed=N)
-    cce.check_equal(N, V, D, dtype, DEVICE, seed=V, bias=False, softcap=5.0)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_tile_by_tile_kernels(dtype):
-    cce.check_ladder(100, 150, 72, dtype, DEVICE, seed=1)
-    cce.check_ladder(64, 64, 64, dtype, DEVICE, seed=2)
+    cce.check_equal(N, V, D, dtype, DEVICE, seed=V, bias=False)
 
 
 def test_bias_is_added_once_when_D_has_several_blocks():
@@ -321,37 +352,12 @@ def test_bias_is_added_once_when_D_has_several_blocks():
     cce.check_equal(40, 90, 300, torch.float32, DEVICE, bias=True)
 
 
-def test_every_row_has_its_own_upstream_gradient():
-    """Liger Kernel issue 1298: reduction="none" scaled every row by grad_output[0]."""
-    cce.check_reductions(DEVICE)
+def test_orders_where_rows_do_not_start_at_multiples_of_16_bytes():
+    """Rows of 9 elements cannot be fetched by descriptors: pointers, in 16 bits, too."""
+    cce.check_orders(DEVICE, D=9, seed=33)
 
 
-def test_all_tokens_ignored_is_zero_not_nan():
-    """torch's own mean over no tokens is NaN."""
-    cce.check_all_ignored(DEVICE)
-
-
-def test_logits_of_a_thousand_and_all_strongly_negative():
-    cce.check_extreme_logits(DEVICE)
-
-
-@pytest.mark.parametrize("D, dtype", [(40, torch.float32), (40, torch.float16), *((33, dtype) for dtype in DTYPES)])
-def test_both_orders_of_the_gradient(D, dtype):
-    """16-bit rows of 40 elements take v4's kernels where there are any (bf16: check_fetched), rows of 33 cannot."""
-    cce.check_orders(DEVICE, dtype, D=D, seed=D)
-
-
-def test_plan_keeps_to_its_workspace():
-    cce.check_plan()
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gradients_of_well_predicted_tokens(dtype):
-    """Where softmax - onehot cancels, 16-bit probabilities or logits would leave noise."""
-    cce.check_confident(DEVICE, dtype)
-
-
-@pytest.mark.parametrize("order", ["vocabulary", "tokens"])
+@pytest.mark.parametrize("order", ["vocabulary", "kept"])
 def test_kernels_start_where_a_slice_of_a_larger_matrix_starts(order):
     """Views whose rows are cut from wider ones: aligned (descriptors), and not (pointers)."""
     E, C, b, x = (t.detach() for t in base.random_problem(140, 400, 48, torch.bfloat16, DEVICE))
@@ -435,7 +441,7 @@ def test_sparse_gradient_on_awkward_shapes():
 def test_errors_are_those_of_the_rows_that_have_a_gradient():
     """Every second row counts in the loss, and those have a tail of their own: an estimate over all rows says less."""
     N, V, D = 1024, 16384, 32
-    E, C, x = cce.trained_problem(N, V, D, torch.float32, "cpu")  # the same numbers on every device
+    E, C, x = gfs.trained_problem(N, V, D, torch.float32, "cpu")  # the same numbers on every device
     E, C, x = (t.detach().to(DEVICE).requires_grad_(t.requires_grad) for t in (E, C, x))
     half = torch.arange(N, device=DEVICE) % 2
     kind = torch.where(torch.arange(V, device=DEVICE) % 2 == 0, 1.0, -1.0)
@@ -513,7 +519,19 @@ def test_checkpoint_with_experts_is_one_line(tmp_path):
 
 @needs_gpu
 def test_offsets_beyond_32_bits():
-    cce.check_large_offsets(DEVICE)
+    """V D > 2^31 elements: the last classes are read and their gradients written where they belong."""
+    if torch.cuda.mem_get_info()[0] < 40 * 2**30:
+        pytest.skip("needs 40 GiB of GPU memory")
+    N, V, D = 128, 540_000, 4096
+    E = torch.randn(N, D, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    C = torch.randn(V, D, device=DEVICE, dtype=torch.bfloat16).div_(D**0.5).requires_grad_()
+    x = torch.arange(V - N, V, device=DEVICE)
+    loss = cce.linear_cross_entropy(E, C, x)
+    dC = torch.autograd.grad(loss, C)[0][-N:]
+    with torch.no_grad():
+        p = torch.softmax(E.float() @ C.float().T, 1)[:, -N:]  # (N, N) of the last classes
+        assert cce.error(loss, -p.diag().log().mean()) < 1e-3
+        assert cce.error(dC, (p - torch.eye(N, device=DEVICE)).T @ E.float() / N) < 1e-2
 
 
 def test_fp64_takes_the_torch_backend():
@@ -538,22 +556,6 @@ def test_no_tokens_at_all(dtype):
         assert not any(value.any() for value in cce.gradients_of(cce.linear_cross_entropy, E, C, b, x, backend=backend))
 
 
-def test_fp16_gradients_survive_small_and_lopsided_upstream_gradients():
-    """fp16's smallest number is 6e-8: softmax / N has to be scaled, also where only the target's part is large."""
-    E, C, _, x = base.random_problem(64, 100, 16, torch.float16, DEVICE, ignored=0.0, bias=False)
-    for backend in cce.backends(DEVICE):
-        for factor, of_lse in ((1e-4, 0.0), (1.0, -1.0), (1e-4, -1.0)):
-            got, want = [], []
-            for results, fn, leaves in ((got, cce.linear_cross_entropy, (E, C)),
-                                        (want, base.linear_cross_entropy_reference, (E.double(), C.double()))):
-                leaves = [t.detach().requires_grad_() for t in leaves]
-                options = dict(backend=backend) if results is got else {}
-                loss, lse = fn(*leaves, x, reduction="sum", return_lse=True, **options)
-                results += torch.autograd.grad(factor * (loss + of_lse * lse.sum()), leaves)
-            for g, w in zip(got, want, strict=True):
-                assert cce.error(g, w) < 5e-3
-
-
 @pytest.mark.parametrize("backend", cce.backends(DEVICE))
 def test_building_blocks_take_expanded_and_strided_vectors(backend):
     """The gradient of a mean is one number expanded to N; a kernel that reads it as N numbers reads past its end."""
@@ -563,9 +565,9 @@ def test_building_blocks_take_expanded_and_strided_vectors(backend):
     again = cce.lse_and_target(E, C, wide(x), bias=wide(b), backend=backend)
     assert torch.equal(lse, again[0]) and torch.equal(target, again[1])
     grad = torch.tensor(1 / 40, device=DEVICE).expand(40)
-    want = cce.gradient_chunk(E, C, x, lse, 0, grad.clone(), bias=b, backend=backend)
-    got = cce.gradient_chunk(E, C, wide(x), wide(lse), 0, grad, bias=wide(b), backend=backend)
-    assert all(map(torch.equal, got, want))
+    want = cce.gradient_slice(E, C, x, lse, grad.clone(), grad.clone(), b, None, backend)
+    got = cce.gradient_slice(E, C, wide(x), wide(lse), grad, grad, wide(b), None, backend)
+    assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("backend", cce.backends(DEVICE))
@@ -595,7 +597,7 @@ E, C, b, x = base.random_problem(10, 20, 4)
 torch.testing.assert_close(cce.linear_cross_entropy(E, C, x, b), base.linear_cross_entropy_reference(E, C, x, b))
 cce.linear_cross_entropy(E, C, x, backend="triton")
 """)
-    assert "ValueError: backend is 'triton', which is not installed" in result.stderr, result.stderr
+    assert ": backend is 'triton', which is not installed" in result.stderr, result.stderr
 
 
 # ==== Processes =======================================================================================================
@@ -610,7 +612,7 @@ def fail_on_rank_1():
 def test_spawn_ends_the_others_when_one_fails():
     start = time.monotonic()
     with pytest.raises(Exception, match="rank 1 fell over"):
-        base.spawn(fail_on_rank_1, 2)
+        parallel.spawn(fail_on_rank_1, 2)
     assert time.monotonic() - start < 100  # rank 0 alone would have slept longer
 
 
@@ -621,7 +623,7 @@ def say_pid_and_sleep(folder):
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at Linux's table of processes")
 def test_workers_end_with_their_parent(tmp_path):
-    code = f"import test_all; test_all.base.spawn(test_all.say_pid_and_sleep, 2, 'cpu', ({str(tmp_path)!r},))"
+    code = f"import test_all; test_all.parallel.spawn(test_all.say_pid_and_sleep, 2, 'cpu', ({str(tmp_path)!r},))"
     parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
     wait_until(lambda: len(list(tmp_path.iterdir())) == 2)
     parent.kill()
@@ -650,7 +652,7 @@ def test_parallel_equals_serial_over_four_ranks(lone_ranks):
 def test_mesh_that_does_not_fit_is_one_line_for_all_ranks():
     """The rank count does not divide; another world than planned; sizes that are none."""
     for sizes in ((1, 1, 1, 3), (2, 2, 1, 1)):
-        with pytest.raises(ValueError, match="rank 0, 1: dp .* needs . ranks, but 2 were started"):
+        with pytest.raises(base.BadInput, match="rank 0, 1: dp .* needs . ranks, but 2 were started"):
             parallel.in_ranks("make_groups", 2, *sizes)
     with pytest.raises(ValueError, match="at least 1"):
         parallel.make_groups(tp=0)
@@ -941,7 +943,7 @@ def test_routing_and_layer_on_more_sizes(seed):
 @needs_triton
 @pytest.mark.filterwarnings("ignore:.*overflow.*")
 def test_products_of_experts_by_kernels():
-    moe.check_products(DEVICE, (torch.float16, torch.bfloat16), seed=1)
+    moe.check_products(DEVICE, (torch.bfloat16,), seed=1)
 
 
 @needs_gpu
@@ -1160,7 +1162,7 @@ def test_two_processes_twin(tiny, text, tmp_path):
     args = train.parse([str(a) for a in (*argv, "--device", "cpu", "--gpus", 2, "--sync", "ddp")])
     (tmp_path / "b").mkdir()  # launch() would have
     with pytest.raises(torch.multiprocessing.ProcessExitedException):
-        base.spawn(run_without_all_reduce, 2, "cpu", (args,))
+        parallel.spawn(run_without_all_reduce, 2, "cpu", (args,))
     assert weights(tmp_path / "b") is None
     rows = [json.loads(line) for line in (tmp_path / "b.jsonl").read_text().splitlines()]
     assert losses(rows) != pytest.approx(losses(one[1]), rel=1e-5)
@@ -1264,7 +1266,7 @@ def apart(tiny, text, function, *flags, workers=2, **options):
     out = tiny.folder / "apart"
     argv = [*TINY, "--data", text, "--preset", "cpu", "--out", out, "--device", "cpu", "--gpus", workers, *flags]
     out.mkdir()
-    return base.spawn(function, workers, "cpu", (train.parse([str(a) for a in argv]),), **options)
+    return parallel.spawn(function, workers, "cpu", (train.parse([str(a) for a in argv]),), **options)
 
 
 def test_a_killed_worker_does_not_end_the_run(tiny, text):
@@ -2144,7 +2146,7 @@ def small(tmp_path_factory, text):
         launches[processes(flags)][key(flags, bug)] = flags, bug
     for count in (2, 4):
         asked = {name: (parse(flags), bug) for name, (flags, bug) in launches[count].items()}
-        base.spawn(run_in_turn, count, "cpu", (list(asked.values()),))
+        parallel.spawn(run_in_turn, count, "cpu", (list(asked.values()),))
         rows |= {name: read(args) for name, (args, _) in asked.items()}
 
     def run(flags, bug=None):
@@ -2266,7 +2268,7 @@ def verdict_without_one_part(folder):
 
 
 def test_a_verdict_is_of_all_parts(tmp_path):
-    base.spawn(verdict_without_one_part, 4, "cpu", (tmp_path,))
+    parallel.spawn(verdict_without_one_part, 4, "cpu", (tmp_path,))
     assert len(list(tmp_path.iterdir())) == 4
 
 
@@ -2461,7 +2463,7 @@ def test_stage_runs(stage, beside):
     assert all(claim.rstrip().endswith(": time") for claim in missed), result.stdout + result.stderr
     assert result.returncode == bool(missed), result.stdout + result.stderr
     assert ("next: python" in result.stdout) != bool(missed)
-    base.chosen_lines(result.stdout, {"": STAGES[stage].HEADLINES[""]})  # raises if one is not printed
+    figures.chosen_lines(result.stdout, {"": figures.HEADLINES[stage][""]})  # raises if one is not printed
 
 
 def test_torchrun_of_parallelism(beside):

@@ -73,6 +73,7 @@ import io
 import json
 import math
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -162,19 +163,20 @@ def open_shard(path, tokens):
         if sparse or magic in {known for known, _ in SHARD_FORMATS}:
             if (magic, version) not in SHARD_FORMATS:
                 known = " or ".join(f"{m} version {v}" for m, v in SHARD_FORMATS)
-                raise ValueError(f"{path}: magic {magic} version {version} is unknown: use {known}, or raw uint16")
+                raise base.BadInput(f"{path}: magic {magic} version {version} is unknown: use {known}, or raw uint16")
             if size < HEADER_BYTES or count < 0:
-                raise ValueError(f"{path}: {size} bytes with a count of {count} are no whole header: it is truncated")
+                raise base.BadInput(f"{path}: {size} bytes with a count of {count} are no whole header: it is "
+                                    "truncated")
             dtype, offset = SHARD_FORMATS[magic, version], HEADER_BYTES
         else:
             dtype, offset, count = np.dtype("<u2"), 0, None
             if size % 2:
-                raise ValueError(f"{path}: {size} bytes are no whole number of uint16 tokens: the file is truncated")
+                raise base.BadInput(f"{path}: {size} bytes are no whole number of uint16 tokens: the file is truncated")
     else:
-        raise ValueError(f"{path}: unknown kind of file: use .txt, or .bin with uint16 tokens or llm.c's header")
+        raise base.BadInput(f"{path}: unknown kind of file: use .txt, or .bin with uint16 tokens or llm.c's header")
     present = (size - offset) // dtype.itemsize
     if count is not None and present < count:
-        raise ValueError(f"{path}: its header promises {count} tokens, the file holds {present}: it is truncated")
+        raise base.BadInput(f"{path}: its header promises {count} tokens, the file holds {present}: it is truncated")
     count = present if count is None else count
     return np.memmap(path, dtype, "r", offset, (count,)) if count else np.zeros(0, dtype)
 
@@ -183,7 +185,7 @@ def check_vocabulary(tokens, vocab, name):
     """ValueError when one of these tokens is no class."""
     if len(tokens) and int(tokens.max()) >= vocab:
         top = int(tokens.max())
-        raise ValueError(f"{name}: token {top} is outside the vocabulary of {vocab}: pass --vocab {top + 1} or more")
+        raise base.BadInput(f"{name}: token {top} is outside the vocabulary of {vocab}: pass --vocab {top + 1} or more")
 
 
 class Tokens:
@@ -237,8 +239,8 @@ class Data:
             if now == stamp:
                 continue
             if now[0] < stamp[0] or fingerprint(self.train.shards + self.val.shards) != self.digest:
-                raise ValueError(f"{name}: was changed while it was trained on: put it back as it was and go on with "
-                                 "--resume, or start anew with another --out")
+                raise base.BadInput(f"{name}: was changed while it was trained on: put it back as it was and go on "
+                                    "with --resume, or start anew with another --out")
             self.stamps[name] = now
 
 
@@ -251,7 +253,7 @@ def expand(pattern):
     """Files that a path or a glob names, sorted."""
     files = sorted(glob.glob(pattern)) if glob.has_magic(pattern) else [pattern] * os.path.isfile(pattern)
     if not files:
-        raise ValueError(f"{pattern}: no such file: check the path (quote a glob: --data 'dir/*.bin')")
+        raise base.BadInput(f"{pattern}: no such file: check the path (quote a glob: --data 'dir/*.bin')")
     return files
 
 
@@ -277,7 +279,7 @@ def load_data(args, packages):
     else:
         names = expand(args.data)
         if len({Path(name).suffix for name in names}) > 1:
-            raise ValueError(f"{args.data}: names files of several kinds: use .txt or .bin, not both")
+            raise base.BadInput(f"{args.data}: names files of several kinds: use .txt or .bin, not both")
         shards = [open_shard(name, args.tokens) for name in names]
         bytes_per_token = {"bytes": 1, "bigrams": 2}[args.tokens] if has_text(args) else None
         origin = f"{len(names)} file(s) of {args.data}"
@@ -292,7 +294,7 @@ def load_data(args, packages):
             shards[i] = shards[i][:-held]
     for what, group in (("training", shards), ("validation", val_shards)):
         if max(map(len, group)) <= args.seq:
-            raise ValueError(
+            raise base.BadInput(
                 f"{origin}: the {what} part has at most {max(map(len, group))} tokens in a file, one sequence needs "
                 f"{args.seq + 1}: pass more data or a smaller --seq"
             )
@@ -301,11 +303,11 @@ def load_data(args, packages):
             check_vocabulary(shard, args.vocab, name)
     train, val = Tokens(names, shards, args.seq, args.vocab), Tokens(val_names, val_shards, args.seq, args.vocab)
     if args.ep_policy and len(val) < args.processes:
-        raise ValueError(f"{origin}: validation has {len(val)} window(s) of {args.seq} tokens, {args.processes} "
-                         "processes that share experts need one each: pass more with --val, or a smaller --seq")
+        raise base.BadInput(f"{origin}: validation has {len(val)} window(s) of {args.seq} tokens, {args.processes} "
+                            "processes that share experts need one each: pass more with --val, or a smaller --seq")
     digest = fingerprint(shards + val_shards)
     if args.data_digest not in (None, digest):
-        raise ValueError(
+        raise base.BadInput(
             f"the data's hash is {digest}, the checkpoint was trained on {args.data_digest}: pass the same --data (the "
             "embedded corpus changes with the Python version and the packages), or start anew with --out"
         )
@@ -327,7 +329,7 @@ def default_vocab(args):
 
 def encode(text, tokens):
     """str -> list of tokens. An odd number of bytes gets a newline in front, to make whole bigrams."""
-    raw = text.encode()
+    raw = text.encode(errors="surrogateescape")  # as typed, also what is no text
     if tokens == "bigrams":
         return np.frombuffer(b"\n" * (len(raw) % 2) + raw, "<u2").tolist()
     return list(raw)
@@ -451,11 +453,11 @@ def cut_dtype(args):
 
 def loss_plan(N, V, D, args, device):
     """02's plan for the exact gradient of one micro-batch."""
-    kernels = has_kernels(device)
+    kernels, orders = has_kernels(device), ["vocabulary"]
+    if args.optimizer != "forge-cce":  # which makes a slice of dC at a time
+        orders = ["kept"] * kernels + ["tokens"] * (args.tp == 1) + orders
     return cce.gradient_plan(
-        N, V // args.tp, D, device, cut_dtype(args), LOSS_WORKSPACE[device.type],
-        tokens=args.optimizer != "forge-cce" and args.tp == 1 and (fetches(device, D, args) or not kernels),
-        backend="triton" if kernels else "torch",
+        N, V // args.tp, D, device, cut_dtype(args), LOSS_WORKSPACE[device.type], orders=orders, kernels=kernels
     )
 
 
@@ -938,7 +940,7 @@ def fitting_batch(config, world, args, device):
     if args.fit is not None:
         each = largest_batch(config, args, device, room_of(args.fit))
         if not each:
-            raise ValueError(f"--fit {args.fit:g}: one sequence takes more: see --fit without --dry-run for flags")
+            raise base.BadInput(f"--fit {args.fit:g}: one sequence takes more: see --fit without --dry-run for flags")
         return each * args.accum * world.workers
     free = torch.cuda.mem_get_info(device)[0]
     per_process = 64
@@ -952,7 +954,7 @@ def fitting_batch(config, world, args, device):
 def check_batch(args):
     workers, noun = args.processes // args.tp, "processes" if args.tp == 1 else "workers"
     if args.batch % (workers * args.accum):
-        raise ValueError(
+        raise base.BadInput(
             f"--batch {args.batch} counts sequences over all {noun}: it must be a multiple of "
             f"{workers} {noun} x {args.accum} micro-batches"
         )
@@ -971,6 +973,24 @@ def used_peak_mib(device):
 
 
 # ==== 4. Checkpoints: whole or absent =================================================================================
+
+
+def replace_atomically(path, data):
+    """Write bytes to a temporary file beside `path`, push them to the disk, and only then give them the name."""
+    path = Path(path)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    if os.name == "posix":  # the new name is safe from a power cut once the directory is on the disk, too
+        folder = os.open(path.parent, os.O_RDONLY)
+        os.fsync(folder)
+        os.close(folder)
 
 
 def checkpoint_files(out):
@@ -1016,7 +1036,7 @@ def save_checkpoint(out, step, model, optimizer, args, data, world):
     if world.sync:
         world.barrier()  # the leftovers are gone
     number = members.index(world.worker) * args.tp + world.place
-    base.replace_atomically(worker_file(name, number), buffer.getbuffer())
+    replace_atomically(worker_file(name, number), buffer.getbuffer())
     if world.sync:
         sums = torch.tensor([[float(zlib.crc32(buffer.getbuffer()))]], dtype=torch.float64, device=world.device)
         sums = world.sync.collect(parallel.gather(sums, world.tp))  # (workers, tp)
@@ -1028,7 +1048,7 @@ def save_checkpoint(out, step, model, optimizer, args, data, world):
         record = dict(step=step, flags=saved, data=data.digest, packages=world.device.type == "cuda", workers=others,
                       tp=args.tp, format=base.GPT_FORMAT)
         record["crc32"] = checksum(record, buffer.getbuffer())
-        base.replace_atomically(name.with_suffix(".json"), json.dumps(record, indent=1).encode())
+        replace_atomically(name.with_suffix(".json"), json.dumps(record, indent=1).encode())
         files = checkpoint_files(out)
         kept = [file for file in files if file.stem <= name.stem][:KEEP]  # newer ones are damaged: this run fell back
         for old in set(files) - set(kept):
@@ -1047,7 +1067,7 @@ def find_checkpoint(out):
     """(record, path of the tensors) of the newest checkpoint in DIR that is whole; a line for each damaged one."""
     files = checkpoint_files(out)
     if not files:
-        raise ValueError(f"{out}: no checkpoint to resume from: drop --resume, or name its directory with --out")
+        raise base.BadInput(f"{out}: no checkpoint to resume from: drop --resume, or name its directory with --out")
     for file in files:
         path = file.with_suffix(".pt")
         try:
@@ -1062,9 +1082,9 @@ def find_checkpoint(out):
             problem = error
         print(f"{path}: damaged ({problem}): trying the one before it", file=sys.stderr)
     else:
-        raise ValueError(f"{out}: no checkpoint is whole: start anew with another --out")
+        raise base.BadInput(f"{out}: no checkpoint is whole: start anew with another --out")
     if record.get("format") != base.GPT_FORMAT:
-        raise ValueError(f"{path}: it is of another version of this program: start anew with another --out")
+        raise base.BadInput(f"{path}: it is of another version of this program: start anew with another --out")
     return record, path
 
 
@@ -1104,7 +1124,8 @@ def locked(out):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(f"{out}: another run is writing there: wait for its end, or name another --out") from None
+            raise base.BadInput(f"{out}: another run is writing there: wait for its end, or name another "
+                                "--out") from None
         except OSError:
             pass  # a file system without locks: nothing is checked
         yield
@@ -1153,9 +1174,21 @@ def rows_to_keep(args, start):
             if torn and kept or json.loads(row)["step"] > start or torn or not args.resume:
                 break
         except (ValueError, KeyError, TypeError):
-            raise ValueError(f"--log {path}: holds other rows than this program's: name another") from None
+            raise base.BadInput(f"--log {path}: holds other rows than this program's: name another") from None
         kept.append(row)
     return kept
+
+
+# Dense bf16 peaks in TFLOP/s from NVIDIA's data sheets (without sparsity). A GPU that is not listed is "unknown".
+PEAK_TFLOPS = {"B200": 2250, "H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "L40S": 362, "L4": 121}
+
+
+def peak_flops(device, dtype):
+    """FLOP/s that the data sheet promises for dense matrix products on this device in bf16 or fp16; None if unknown."""
+    if torch.device(device).type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((1e12 * t for key, t in PEAK_TFLOPS.items() if re.search(rf"\b{key}\b", name)), None)
 
 
 class Log:
@@ -1167,7 +1200,7 @@ class Log:
         self.world, self.file, self.open_line, self.path = world, None, False, args.log
         size = data.bytes_per_token
         self.bits = None if size is None else 1 / (math.log(2) * size)  # bits a byte that a nat a token is
-        self.peak_flops = base.peak_flops(device, cut_dtype(args))
+        self.peak_flops = peak_flops(device, cut_dtype(args))
         # Seconds of each step; since the last line that stays: steps, and the sum of their sparse shares.
         self.seconds, self.since, self.sparse_steps = [], 0, 0.0
         self.told = set()  # decisions of the loss that have been reported
@@ -1176,7 +1209,7 @@ class Log:
         """A new file of --log, which begins with these rows."""
         path = Path(self.path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        base.replace_atomically(path, "".join(rows).encode())
+        replace_atomically(path, "".join(rows).encode())
         self.file = path.open("a")
 
     def row(self, **values):
@@ -1267,7 +1300,7 @@ def describe_run(config, data, world, args, device, start):
     size, held = (sum(s.nbytes for s in part.shards) / MIB for part in (data.train, data.val))
     parts, peak = predict_memory(config, micro, args.accum, args, device, world.size)
     plan = loss_plan(micro * args.seq, config.vocab, args.dim, args, device)
-    exact = f", gradient over {plan.order}, {plan.passes} matrix passes, {plan.block} at a time"
+    exact = f", order of its gradient: {plan.order}, {plan.passes} matrix passes, blocks of {plan.block}"
     auto = f"{exact}; sparse, one pass, while dE and dC are estimated within {filtering.MAX_ERROR}"
     how = {"cce-exact": exact, "cce": auto,
            "cce-filter": f", dE without tiles of mass below {filtering.default_eps('mass', cut_dtype(args)):.1e}"}
@@ -1416,8 +1449,9 @@ def limited(args, device):
         with base.LiveBytes() as counter:
             yield
         if counter.peak > room_of(args.fit):
-            raise ValueError(f"--fit {args.fit:g}: out of memory, tensors took {counter.peak / MIB:,.0f} MiB of "
-                             f"{room_of(args.fit) / MIB:,.0f}: use a smaller --batch, or see --fit without --dry-run")
+            raise base.BadInput(f"--fit {args.fit:g}: out of memory, tensors took {counter.peak / MIB:,.0f} MiB of "
+                                f"{room_of(args.fit) / MIB:,.0f}: use a smaller --batch, or see --fit without "
+                                "--dry-run")
 
 
 def run(args):
@@ -1656,7 +1690,7 @@ def print_plan(args, argv):
     model, gpus, gib, links, batch, chip = parallel.parse_plan(text)
     hosts = -(-gpus // links.host)
     if hosts > 1 and gpus % links.host:
-        raise ValueError(f"--gpus {gpus}: hosts have {links.host}: use --gpus {hosts * links.host}")
+        raise base.BadInput(f"--gpus {gpus}: hosts have {links.host}: use --gpus {hosts * links.host}")
     parallel.print_plans(text)
     speed = links.between * 8 if hosts > 1 else links.inside * 8  # bits a second of a GPU
     # What workers send each other is 06's affair: here a mesh is as fast as if that took no time.
@@ -1714,8 +1748,8 @@ def feasible(plans, config, batch, gib, args, sync):
             flags = argparse.Namespace(**flags)
             if predict_memory(config, each // accum, accum, flags, torch.device("cuda"))[1] < 0.85 * gib * 2**30:
                 return one, accum
-    raise ValueError(f"--plan: cut by batch and by matrix alone nothing fits {args.gpus} GPU(s) of {gib:.0f} GiB: use "
-                     "more --gpus, or a smaller --seq")
+    raise base.BadInput(f"--plan: cut by batch and by matrix alone nothing fits {args.gpus} GPU(s) of {gib:.0f} GiB: "
+                        "use more --gpus, or a smaller --seq")
 
 
 # For --fit, from the most comfortable to the least. Muon is the better rule where a step has tokens enough to pay for
@@ -1747,7 +1781,7 @@ def print_fits(args, argv):
             if batch and not enough:
                 best, enough = f"--preset {preset} {flags} --batch {count}".replace("  ", " "), batch >= 4
     if best is None:
-        raise ValueError(f"--fit {args.fit:g}: nothing fits: use a smaller --seq, fewer --layers, or --preset cpu")
+        raise base.BadInput(f"--fit {args.fit:g}: nothing fits: use a smaller --seq, fewer --layers, or --preset cpu")
     words = [word for name, v in asked.items() if name not in ("fit", "preset", "batch") for word in typed(name, v)]
     print(f"\ntype: python {shlex.quote(os.path.relpath(__file__))} {' '.join([*words, best])}\n"
           f"      (with --dry-run --fit {args.fit:g}: three steps in the memory of that card, on a larger one)")
@@ -1840,10 +1874,10 @@ def parse(argv):
     args.start, args.checkpoint, args.data_digest = 0, None, None
     trial = 3 if args.steps is None else args.steps  # steps of a dry run
     if args.plan is not None and args.resume:
-        raise ValueError("--plan with --resume: a plan is for a new run: drop --resume")
+        raise base.BadInput("--plan with --resume: a plan is for a new run: drop --resume")
     fit = args.fit is not None
     if fit and (not 0 < args.fit < 2**20 or not args.dry_run and (args.resume or args.plan is not None)):
-        raise ValueError(f"--fit {args.fit:g}: GiB of a card, above 0, for a new run: drop --resume and --plan")
+        raise base.BadInput(f"--fit {args.fit:g}: GiB of a card, above 0, for a new run: drop --resume and --plan")
     if args.resume:
         record, path = find_checkpoint(args.out)
         asked = args
@@ -1857,14 +1891,15 @@ def parse(argv):
             if alone and name in ("sync", "inner_steps", "outer"):
                 continue  # such a checkpoint has one set of weights: workers may go on from it in any way
             if wish not in (None, has):
-                raise ValueError(f"--{name} {wish}: the checkpoint has {has}: drop the flag, or use another --out")
+                raise base.BadInput(f"--{name} {wish}: the checkpoint has {has}: drop the flag, or use another --out")
     if args.dry_run and trial == 0:
-        raise ValueError("--dry-run --steps 0: there would be nothing to see: use at least one step")
+        raise base.BadInput("--dry-run --steps 0: there would be nothing to see: use at least one step")
     if args.dry_run:
         args.steps, args.log = args.start + trial, None
     args.torchrun = "TORCHELASTIC_RUN_ID" in os.environ or ("RANK" in os.environ and "WORLD_SIZE" in os.environ)
     if args.torchrun and args.gpus is not None:
-        raise ValueError("--gpus: under torchrun, its --nproc-per-node says how many processes there are: drop --gpus")
+        raise base.BadInput("--gpus: under torchrun, its --nproc-per-node says how many processes there are: drop "
+                            "--gpus")
     present = torch.cuda.device_count()
     args.gpus = args.gpus if args.gpus is not None else 1 if args.torchrun else max(1, args.tp)
     wanted = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if args.torchrun else args.gpus
@@ -1873,19 +1908,20 @@ def parse(argv):
     chosen = [f"--{name}" for name in ("sync", "optimizer", "tp", "recompute", "offload", "moe")
               if args.plan is not None and getattr(args, name) not in (None, False, 1, 0)]
     if chosen:
-        raise ValueError(f"--plan with {', '.join(chosen)}: it chooses flags, for a dense model: drop {chosen[0]}")
+        raise base.BadInput(f"--plan with {', '.join(chosen)}: it chooses flags, for a dense model: drop {chosen[0]}")
     if on_gpus and wanted > present and not planned:
-        raise ValueError(
+        raise base.BadInput(
             f"{wanted} process(es) on GPUs, but this machine has {present} GPU(s): use "
             f"{f'--gpus {present}, or ' if present else ''}processes on the CPU with --device cpu"
         )
     args.device = "cuda" if on_gpus else "cpu"
     if args.tokens and not (args.resume or has_text(args)):
-        raise ValueError(f"--tokens {args.tokens}: says how text is cut, but {args.data} holds tokens: drop the flag")
+        raise base.BadInput(f"--tokens {args.tokens}: says how text is cut, but {args.data} holds tokens: drop the "
+                            "flag")
     args.preset = args.preset or ("gpt2-small" if args.device == "cuda" else "cpu")
     args.rule = args.rule or "muon"
     if args.muon_lr is not None and args.rule != "muon":
-        raise ValueError(f"--muon-lr {args.muon_lr:g} with --rule {args.rule}: there is no Muon: drop one of them")
+        raise base.BadInput(f"--muon-lr {args.muon_lr:g} with --rule {args.rule}: there is no Muon: drop one of them")
     if args.rule == "muon" and args.muon_lr is None:
         args.muon_lr = MUON_LR
     for name, value in PRESETS[args.preset].items():
@@ -1897,7 +1933,7 @@ def parse(argv):
                  "top_k"):
         value = getattr(args, name)
         if value is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {value}: must be at least 1")
+            raise base.BadInput(f"--{name.replace('_', '-')} {value}: must be at least 1")
     processes = args.processes = int(os.environ.get("WORLD_SIZE", 1)) if args.torchrun else args.gpus
     args.vocab = args.vocab or default_vocab(args)
     check_tensor_parallel(args, wanted)
@@ -1915,20 +1951,21 @@ def parse(argv):
         args.compile = has_kernels(torch.device(args.device))
     for name in ("steps", "save_every", "eval_every", "clip", "lr", "muon_lr", "temperature", "sample_tokens", "seed"):
         if not 0 <= (getattr(args, name) or 0) < 2**63:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}: must not be negative (nor past 2^63)")
+            raise base.BadInput(f"--{name.replace('_', '-')} {getattr(args, name)}: must not be negative (nor past "
+                                "2^63)")
     if args.dim % (2 * args.heads):
-        raise ValueError(f"--dim {args.dim} --heads {args.heads}: dim must be a multiple of 2 * heads")
+        raise base.BadInput(f"--dim {args.dim} --heads {args.heads}: dim must be a multiple of 2 * heads")
     if args.val and not args.data:
-        raise ValueError("--val: goes with --data: the embedded corpus has its own validation files")
+        raise base.BadInput("--val: goes with --data: the embedded corpus has its own validation files")
     args.data, args.val = (pattern and os.path.abspath(pattern) for pattern in (args.data, args.val))
     if args.sample is None and has_text(args):
         args.sample = "def "
     if args.sample and not has_text(args):
-        raise ValueError(f"--sample: no decoder for the tokens of {args.data}: use text data")
+        raise base.BadInput(f"--sample: no decoder for the tokens of {args.data}: use text data")
     if args.sample and max(encode(args.sample, args.tokens)) >= args.vocab:
-        raise ValueError(f"--sample {args.sample!r}: a token is outside the vocabulary of {args.vocab}: use another")
+        raise base.BadInput(f"--sample {args.sample!r}: a token is outside the vocabulary of {args.vocab}: use another")
     if not args.steps and not args.sample:
-        raise ValueError("--steps 0: nothing to train, and no text to sample: raise --steps")
+        raise base.BadInput("--steps 0: nothing to train, and no text to sample: raise --steps")
     args.why_loss = "materialised logits"
     if args.loss != "reference":
         args.why_loss = "blocked PyTorch" if args.device == "cpu" or base.INTERPRETED else "Triton kernels"
@@ -1948,25 +1985,25 @@ def check_tensor_parallel(args, local):
     if K == 1:
         return
     if local % K:
-        raise ValueError(f"{asked} with {local} process(es) on this machine: a worker is {K} of them: use --gpus "
-                         f"{-(-local // K) * K} (or as many under torchrun)")
+        raise base.BadInput(f"{asked} with {local} process(es) on this machine: a worker is {K} of them: use --gpus "
+                            f"{-(-local // K) * K} (or as many under torchrun)")
     if args.heads % K:
         fits = [k for k in range(1, args.heads + 1) if args.heads % k == 0]
-        raise ValueError(f"{asked} --heads {args.heads}: a process has whole heads: use --tp "
-                         f"{min(fits, key=lambda k: abs(k - K))}")
+        raise base.BadInput(f"{asked} --heads {args.heads}: a process has whole heads: use --tp "
+                            f"{min(fits, key=lambda k: abs(k - K))}")
     if args.vocab % K:
-        raise ValueError(f"{asked} --vocab {args.vocab}: its processes have equal parts of the classes: use --vocab "
-                         f"{-(-args.vocab // K) * K}")
+        raise base.BadInput(f"{asked} --vocab {args.vocab}: its processes have equal parts of the classes: use --vocab "
+                            f"{-(-args.vocab // K) * K}")
     if args.loss in ("cce", "cce-sparse", "reference"):
         why = "makes all logits" if args.loss == "reference" else "takes its sample from one whole vocabulary"
-        raise ValueError(f"{asked} with --loss {args.loss}, which {why}: use --loss cce-exact or cce-filter")
+        raise base.BadInput(f"{asked} with --loss {args.loss}, which {why}: use --loss cce-exact or cce-filter")
     if args.moe:
-        raise ValueError(f"{asked} with --moe {args.moe}: experts would not be cut, every process would run them all: "
-                         "spread them with --sync ddp, without --tp")
+        raise base.BadInput(f"{asked} with --moe {args.moe}: experts would not be cut, every process would run them "
+                            "all: spread them with --sync ddp, without --tp")
     border = forging.BORDERS[args.states or "fp32"]
     if args.dim // K % border:
-        raise ValueError(f"{asked} --states {args.states} --dim {args.dim}: groups of {border} columns would be cut: "
-                         f"use a --dim that {K * border} divides, or --states fp32")
+        raise base.BadInput(f"{asked} --states {args.states} --dim {args.dim}: groups of {border} columns would be "
+                            f"cut: use a --dim that {K * border} divides, or --states fp32")
 
 
 def choose_optimizer(args, workers):
@@ -1975,14 +2012,15 @@ def choose_optimizer(args, workers):
     asked = f"--optimizer {args.optimizer}" if args.optimizer else f"--states {args.states}"
     forging_asked = args.optimizer in ("forge", "forge-cce") or args.optimizer is None and narrow
     if narrow and args.optimizer == "ordinary":
-        raise ValueError(f"--states {args.states} goes with --optimizer forge-cce or forge: drop --optimizer ordinary")
+        raise base.BadInput(f"--states {args.states} goes with --optimizer forge-cce or forge: drop --optimizer "
+                            "ordinary")
     summed = workers > 1 and args.sync == "ddp"
     if summed and forging_asked:
-        raise ValueError(f"{asked} with --sync ddp, which sums gradients that forge never makes: use --sync diloco"
-                         + (", or start anew with another --out" if args.resume else
+        raise base.BadInput(f"{asked} with --sync ddp, which sums gradients that forge never makes: use --sync diloco"
+                            + (", or start anew with another --out" if args.resume else
                             ", or --optimizer ordinary" if args.optimizer else ", or drop --states"))
     if args.optimizer == "forge-cce" and args.loss not in FORGED:
-        raise ValueError(f"--optimizer forge-cce with --loss {args.loss}: it takes {', '.join(FORGED)}: use forge")
+        raise base.BadInput(f"--optimizer forge-cce with --loss {args.loss}: it takes {', '.join(FORGED)}: use forge")
     if args.optimizer:
         return args.optimizer, "as asked, or in the checkpoint"
     name = "forge-cce" if args.loss in FORGED else "forge"
@@ -1998,13 +2036,13 @@ def choose_sync(args, workers, record):
     """The flag, completed: diloco for several workers, none for one. ValueError for what cannot be."""
     sync = args.sync or ("diloco" if workers > 1 else "none")
     if args.inner_steps is not None and sync not in low_comm.METHODS:
-        raise ValueError(f"--inner-steps {args.inner_steps}: with --sync {sync} there are no rounds: drop it, or use "
-                         "another --sync")
+        raise base.BadInput(f"--inner-steps {args.inner_steps}: with --sync {sync} there are no rounds: drop it, or "
+                            "use another --sync")
     if args.inner_steps is not None:
         method = low_comm.METHODS[sync]
         least = max(1, method.fragments, method.delay or 0)
         if args.inner_steps < least:
-            raise ValueError(f"--inner-steps {args.inner_steps}: --sync {sync} needs at least {least}")
+            raise base.BadInput(f"--inner-steps {args.inner_steps}: --sync {sync} needs at least {least}")
     if record and record["flags"]["sync"] in low_comm.METHODS:
         saved, tp = 1 + len(record["workers"]), record["tp"]
         idle = args.steps <= (record["step"] if tp == args.tp else 0)
@@ -2012,11 +2050,11 @@ def choose_sync(args, workers, record):
             there, here = (f"{n // k} worker(s)" + f" of {k} processes each" * (k > 1)
                            for n, k in ((saved, tp), (args.processes, args.tp)))
             flags = f"--gpus {saved}" + f" --tp {tp}" * (tp > 1 or args.tp > 1)
-            raise ValueError(f"the checkpoint is of {there} that train apart (--sync {sync}), this launch has {here}: "
-                             f"use {flags} (or as many processes under torchrun)")
+            raise base.BadInput(f"the checkpoint is of {there} that train apart (--sync {sync}), this launch has "
+                                f"{here}: use {flags} (or as many processes under torchrun)")
     if args.steps and args.tp > 1 and (sync == "none") != (workers == 1) and sync != "ddp":
-        raise ValueError(f"--sync {sync} with --tp {args.tp} and {workers} worker(s): use --sync "
-                         f"{'none' if workers == 1 else 'diloco or ddp'}")
+        raise base.BadInput(f"--sync {sync} with --tp {args.tp} and {workers} worker(s): use --sync "
+                            f"{'none' if workers == 1 else 'diloco or ddp'}")
     return sync
 
 
@@ -2024,26 +2062,27 @@ def choose_experts(args, processes):
     """--top-k, --balance and --ep-policy, completed. ValueError for what cannot be."""
     args.moe = args.moe or 0
     if not 0 <= args.moe <= 2**16:
-        raise ValueError(f"--moe {args.moe}: use 0 (none) to {2**16} experts")
+        raise base.BadInput(f"--moe {args.moe}: use 0 (none) to {2**16} experts")
     asked = dict(top_k=args.top_k, balance=args.balance, ep_policy=args.ep_policy)
     if not args.moe:
         for name, value in asked.items():
             if value is not None:
-                raise ValueError(f"--{name.replace('_', '-')} {value}: there are no experts: pass --moe E, or drop it")
+                raise base.BadInput(f"--{name.replace('_', '-')} {value}: there are no experts: pass --moe E, or "
+                                    "drop it")
         return
     args.top_k, args.balance = args.top_k or min(2, args.moe), args.balance or "global"
     if args.top_k > args.moe:
-        raise ValueError(f"--top-k {args.top_k} --moe {args.moe}: a token cannot go to more experts than there are")
+        raise base.BadInput(f"--top-k {args.top_k} --moe {args.moe}: a token cannot go to more experts than there are")
     spread_out = processes > 1 and args.sync == "ddp"
     if args.ep_policy and not spread_out:
-        raise ValueError(f"--ep-policy {args.ep_policy}: every process has all experts: use --gpus N --sync ddp, or "
-                         "drop it")
+        raise base.BadInput(f"--ep-policy {args.ep_policy}: every process has all experts: use --gpus N --sync ddp, or "
+                            "drop it")
     if spread_out and args.moe % processes:
-        raise ValueError(f"--moe {args.moe}: {processes} processes cannot share them equally: use a multiple of "
-                         f"{processes}")
+        raise base.BadInput(f"--moe {args.moe}: {processes} processes cannot share them equally: use a multiple of "
+                            f"{processes}")
     if args.balance == "bias" and processes > 1 and not spread_out:
-        raise ValueError(f"--balance bias with --sync {args.sync}: each worker's biases would go their own way: use "
-                         "--balance global, or --sync ddp")
+        raise base.BadInput(f"--balance bias with --sync {args.sync}: each worker's biases would go their own way: use "
+                            "--balance global, or --sync ddp")
     args.ep_policy = args.ep_policy or ("ep" if spread_out else None)
 
 
@@ -2056,9 +2095,11 @@ def choose_outer(args, going_on):
         rounds = (args.steps - args.start) // (args.inner_steps or method.inner_steps)
         return next((values for fewer, values in SHORT_OUTER[args.sync].items() if rounds < fewer), None)
     if not (method and method.outer.momentum):
-        raise ValueError(f"--outer: with --sync {args.sync} there is no outer momentum: drop it, or use --sync diloco")
+        raise base.BadInput(f"--outer: with --sync {args.sync} there is no outer momentum: drop it, or use --sync "
+                            "diloco")
     if not (0 < args.outer[0] and 0 <= args.outer[1] < 1):
-        raise ValueError(f"--outer {args.outer[0]} {args.outer[1]}: a rate above 0 and a momentum in 0 ... 1 (not 1)")
+        raise base.BadInput(f"--outer {args.outer[0]} {args.outer[1]}: a rate above 0 and a momentum in 0 ... 1 (not "
+                            "1)")
     return args.outer
 
 
@@ -2072,7 +2113,7 @@ def choose_dtype(args):
         return args.dtype, "as asked, or in the checkpoint"
     has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
     if args.dtype == "bf16" and not has_bf16:
-        raise ValueError(f"--dtype bf16: {torch.cuda.get_device_name()} has none (Ampere and later do): use fp32")
+        raise base.BadInput(f"--dtype bf16: {torch.cuda.get_device_name()} has none (Ampere and later do): use fp32")
     if args.dtype:
         return args.dtype, "as asked, or in the checkpoint"
     if has_bf16:
@@ -2101,7 +2142,7 @@ def guarded(function, *args):
     """function(*args), with the errors that a user can mend as one line and status 2."""
     try:
         return function(*args)
-    except (ValueError, OSError) as error:
+    except (base.BadInput, OSError) as error:
         print(f"train.py: {error}", file=sys.stderr)
     except RuntimeError as error:
         if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
@@ -2132,7 +2173,7 @@ def launch(argv):
 def start_processes(args):
     """The processes that these flags ask for, or this one's part under torchrun; the exit status."""
     if args.torchrun:
-        base.join_group(args.device)
+        parallel.join_group(args.device)
         status = run(args)
         dist.destroy_process_group()
         return status
@@ -2146,7 +2187,7 @@ def start_processes(args):
     if args.steps:
         load_data(args, packages=args.device == "cuda")  # what is wrong with the data is said once, before any process
     try:
-        lost = base.spawn(run_rank, args.gpus, args.device, (args,), grace=grace, spare=spare, replace=True)
+        lost = parallel.spawn(run_rank, args.gpus, args.device, (args,), grace=grace, spare=spare, replace=True)
         if lost:
             print(f"train.py: process(es) {lost} were lost, the others went on", file=sys.stderr)
     except torch.multiprocessing.ProcessExitedException as error:
