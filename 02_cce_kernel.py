@@ -970,6 +970,21 @@ def check_shapes(device="cpu"):
         check_equal(33, 65, 130, dtype, device, seed, softcap=2.0)
         check_equal(66, 130, 40, dtype, device, seed, bias=False)
     check_equal(20, 70, 40, torch.float16, device)
+    check_equal(20, 600, 16, torch.bfloat16, device, bias=False)  # more than eight column tiles
+    check_equal(20, 70, 8, torch.float32, device, softcap=1000.0)  # tanh near 0, where the textbook formula cancels
+
+
+def check_strided(device="cpu"):
+    """Transposed, cut and expanded tensors: the same as from contiguous copies."""
+    E, C, b, x = (t.detach() for t in base.random_problem(40, 61, 24, torch.float32, device))
+    views = E.T.contiguous().T, torch.cat((C, C), 1)[:, :24], b[:1].expand(61), x.repeat_interleave(2)[::2]
+    for rows in (views, (E[:1].expand(40, 24), *views[1:])):  # whose rows lie upon each other
+        *leaves, targets = [t.requires_grad_(t.is_floating_point()) for t in rows]
+        plain = [t.detach().contiguous().requires_grad_() for t in leaves]
+        for backend in backends(device):
+            loss = functools.partial(linear_cross_entropy, backend=backend)
+            for g, w in zip(*(gradients_of(loss, *t, targets) for t in (leaves, plain)), strict=True):
+                torch.testing.assert_close(g, w, rtol=1e-4, atol=1e-6)
 
 
 def workspaces(E, C, backend):
@@ -1045,8 +1060,8 @@ def check_autograd_modes(device="cpu", linear_cross_entropy=linear_cross_entropy
     """Frozen E or C gets no gradient and changes none; a second backward gives the same bits; no_grad; autocast, with
     backward inside its region and outside. Also for the losses of later stages, and the backends that they have."""
     E, C, b, x = base.random_problem(40, 97, 16, torch.float32, device)
-    for backend in names or backends(device):
-        loss_of = functools.partial(linear_cross_entropy, backend=backend)
+    for backend, workspace in itertools.product(names or backends(device), (None, 0)):
+        loss_of = functools.partial(linear_cross_entropy, backend=backend, workspace=workspace)
         loss, *both = gradients_of(loss_of, E, C, b, x)
         for frozen in (0, 1):
             leaves = [E.detach() if frozen == 0 else E, C.detach() if frozen == 1 else C]
@@ -1078,6 +1093,7 @@ def check_plan():
         passes = [plan.passes for plan in plans.values()]
         base.require(passes == sorted(passes, reverse=True), f"slower in more memory: {plans}")
         base.require((plans[size].order, plans[size].block) == (order, block), f"{plans[size]}, not {block} of {order}")
+    base.require((lse_bytes(8192, 256000), kept_bytes(8192, 256000, 2)) == (65_536_000, 4_259_840_000), "v4's bytes")
 
 
 def check_memory(device="cpu"):
@@ -1089,6 +1105,9 @@ def check_memory(device="cpu"):
         loss = torch.no_grad()(functools.partial(linear_cross_entropy, E, C, x))
         both = functools.partial(gradients_of, linear_cross_entropy, E, C, None, x)
         peaks = base.peak_bytes(loss, device), base.peak_bytes(both, device)
+        for got in (loss(), both()[0]):  # in many blocks, as nowhere above
+            off = error(got, base.chunked_linear_cross_entropy(E.detach(), C, x))
+            base.require(off < 2e-6, f"{N} x {V} x {D}: the loss is off by {off:.1e}")
         base.require(max(peaks) < 2 * N * V, f"peaks of {peaks} bytes, the logits are {4 * N * V}")
         plan = plan_for(E, C, None, "mean", False, choose_backend("auto", E, C), None)
         ratio = (peaks[1] - 4 * (N + V) * D) / plan.beyond
@@ -1116,7 +1135,7 @@ def check_bad_input(device="cpu"):
             base.require(got.isnan().tolist() == 4 * [False] + 2 * [True] and got[2] == 0, f"{backend}: losses {got}")
 
 
-CHECKS = [check_shapes, check_orders, check_hard, check_autograd_modes, check_plan]
+CHECKS = [check_shapes, check_strided, check_orders, check_hard, check_autograd_modes, check_plan]
 CHECKS += [check_memory, check_bad_input]
 
 
