@@ -968,9 +968,9 @@ def check_shapes(device="cpu"):
     for seed, dtype in enumerate((torch.float32, torch.bfloat16)):
         check_equal(66, 130, 72, dtype, device, seed)
         check_equal(33, 65, 130, dtype, device, seed, softcap=2.0)
-        check_equal(66, 130, 40, dtype, device, seed, bias=False)
+        check_equal(66, 130, 24, dtype, device, seed, bias=False)
     check_equal(20, 70, 40, torch.float16, device)
-    check_equal(20, 600, 16, torch.bfloat16, device, bias=False)  # more than eight column tiles
+    check_equal(20, 600, 8, torch.bfloat16, device)  # more than eight column tiles
     check_equal(20, 70, 8, torch.float32, device, softcap=1000.0)  # tanh near 0, where the textbook formula cancels
 
 
@@ -1022,9 +1022,9 @@ def check_orders(device="cpu", N=150, V=150, D=8, seed=0, dtypes=(torch.float32,
                 base.linear_cross_entropy_reference, same_dtype_loss, linear_cross_entropy))
             want, peer = exact_gradients(E, C, b, x, loss=exact), gradients_of(peers, E, C, b, x)
             runs = []
-            for _ in range(2):
+            for retain in ((True, False), (False,)):
                 loss = ours(E, C, x, b, backend=backend, workspace=workspace)
-                for again in (True, False):
+                for again in retain:
                     runs.append([loss.detach(), *torch.autograd.grad(loss, (E, C, b), retain_graph=again)])
             require_gradients(f"{backend} {order} {dtype}", runs[0], peer, want)
             same = all(torch.equal(first, other) for run in runs for first, other in zip(runs[0], run, strict=True))
