@@ -55,6 +55,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import numpy as np
 import torch
@@ -1018,7 +1019,8 @@ def check_ledger():
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             ledger.row("claim", "formula", predicted, measured)
         require(ledger.ok is ok, f"predicted {predicted}, measured {measured}: {ledger.ok}")
-        require(("needs a GPU" in printed.getvalue()) == (measured is None), "what needs a GPU is not said so")
+        text = printed.getvalue()
+        require(("needs a GPU" if measured is None else f" {measured:g} MiB") in text, f"{measured} is not in {text}")
 
 
 def check_corpus():
@@ -1033,6 +1035,47 @@ def check_corpus():
     must_raise("tokens is 'words'", partial(corpus, "words"))
 
 
+def check_bench():
+    """On the host's clock: one call to warm up, then the median of seven and half the distance of their quartiles."""
+    clock, calls = iter([0, 1, 10, 12, 20, 23, 30, 34, 40, 45, 50, 56, 60, 67]), []  # runs of 1 to 7 seconds
+    with mock.patch.object(time, "perf_counter", lambda: next(clock)):
+        timing = bench(lambda: calls.append(1))
+    require((*timing, len(calls)) == (4000, 2000, 8), f"{timing} of {len(calls)} calls")
+
+
+def check_command_line():
+    """What run_stage says, and its exit status, when all is well and when a check, a claim, a user or memory fails."""
+
+    def check_nothing():
+        pass
+
+    def check_fails():
+        raise AssertionError("this one fails")
+
+    def fail(error):
+        raise error
+
+    def claim(device, ledger, args):
+        ledger.row("claim", "formula", 1, 2)
+
+    for flags, check, work, status, said in (
+        ([], check_nothing, lambda *_: None, 0, "next: the next one"),
+        (["--check"], check_nothing, lambda *_: fail(ValueError()), 0, "checks passed: nothing"),
+        (["--check", "nothing"], check_nothing, None, 0, "checks passed: nothing"),
+        ([], check_fails, lambda *_: fail(ValueError()), 1, "CHECK FAILED: this one fails"),
+        ([], check_nothing, claim, 1, "A CLAIM FAILED"),
+        ([], check_nothing, lambda *_: fail(BadInput("use two")), 2, "stage.py: use two"),
+        ([], check_nothing, lambda *_: fail(RuntimeError("can't allocate 9 TB")), 2, "stage.py: no memory"),
+        (["--break", "bug"], check_nothing, None, 0, "NOT caught by check_nothing"),
+        (["--break", "bug"], check_fails, None, 1, "caught by check_fails: this one fails"),
+    ):
+        names = {"CHECKS": [check, check_fails] if "nothing" in flags else [check], "BREAKS": {"bug": (check, "anything", None)}}
+        with contextlib.redirect_stdout(io.StringIO()) as output, contextlib.redirect_stderr(output):
+            with mock.patch.object(sys, "argv", ["stage.py", *flags]):
+                got = run_stage("stage.py", "A stage.", names, work, "the next one")
+        require(got == status and said in output.getvalue(), f"{flags}: status {got}, {output.getvalue()}")
+
+
 def check_predictions():
     """The measurements below in small, on the CPU, where every byte is counted: each prediction within its band."""
     cpu, ledger = torch.device("cpu"), Ledger()
@@ -1040,12 +1083,13 @@ def check_predictions():
         for N, V, D in ((256, 2048, 16), (256, 2048, 32)):  # the chunk, then the results make the peak
             measure_ladder(cpu, ledger, N, V, D)
         for autocast in (False, True):
-            measure_step(cpu, ledger, GPTConfig(2048, 64, 3, 2, 128), 4, autocast)
+            measure_step(cpu, ledger, GPTConfig(2048, 64, 3, 2, 128), 2, autocast)
     require(ledger.ok, printed.getvalue())
 
 
 CHECKS = [check_reference, check_chunked, check_products, check_extreme_logits, check_all_ignored, check_bad_input]
-CHECKS += [check_table, check_peak_bytes, check_model, check_corpus, check_ledger, check_predictions]
+CHECKS += [check_table, check_peak_bytes, check_model, check_corpus, check_ledger]
+CHECKS += [check_bench, check_command_line, check_predictions]
 
 # name: (the check that must catch it, what is replaced, the bug)
 BREAKS = {
