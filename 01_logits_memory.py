@@ -1069,7 +1069,8 @@ def check_command_line():
         (["--break", "bug"], check_nothing, None, 0, "NOT caught by check_nothing"),
         (["--break", "bug"], check_fails, None, 1, "caught by check_fails: this one fails"),
     ):
-        names = {"CHECKS": [check, check_fails] if "nothing" in flags else [check], "BREAKS": {"bug": (check, "anything", None)}}
+        checks = [check, check_fails] if "nothing" in flags else [check]
+        names = {"CHECKS": checks, "BREAKS": {"bug": (check, "anything", None)}}
         with contextlib.redirect_stdout(io.StringIO()) as output, contextlib.redirect_stderr(output):
             with mock.patch.object(sys, "argv", ["stage.py", *flags]):
                 got = run_stage("stage.py", "A stage.", names, work, "the next one")
