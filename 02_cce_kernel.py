@@ -14,10 +14,10 @@ The maths                                            E (N, D) embeddings, C (V, 
   where g[n] is the upstream gradient of token n's loss, 1 / N for a mean. That costs one more matrix product, 2 N V D
   FLOP, than keeping the logits would. Such a product is called a pass, and is the unit in which time is told.
 
-The ladder                a block, slice or split is a range of classes or tokens; a tile is what one program makes
+The ladder                     a block or slice is a range of classes or tokens; a tile is what one program makes
     v1  blocked PyTorch: the whole algorithm on one page, any device.
     v2  the paper's Algorithms 1 to 3 in Triton: a program a tile, a lock for lse, atomic sums for dE and dC.
-    v3  no locks: partial sums per split of the vocabulary; gradients by slices of it, two products a slice.
+    v3  no locks: a partial lse per tile, merged in a fixed order; gradients by slices, two products a slice.
     v4  the same on Hopper: tiles fetched by its copy engine, persistent programs. As fast as the product alone.
 
 How to launch
@@ -1305,8 +1305,8 @@ if __name__ == "__main__":
 
 
 # Exercises
-#   1. For N = 8192, v3 has 64 row tiles. Which SPLIT fills an H200's 132 multiprocessors best, and why is it not the
-#      smallest? Time split_lse_kernel while you vary it.
+#   1. Let tile_at walk along one row of tiles after the other. How many tiles of E and of C do 132 programs share then?
+#      Predict from the bytes what that costs the loss, and time it.
 #   2. From what workspace on is the softmax kept, for N = 65,536 and V = 50,257, for N = 2048 and V = 256,000? When
 #      does the order over tokens need less? Derive it from the bytes that each holds, then ask gradient_plan.
 #   3. Derive the gradient of a z-loss, c * lse^2, and check that nothing in this file has to change for it.
