@@ -726,17 +726,12 @@ def default_device():
 # ==== 6. The command line of a stage ==================================================================================
 
 
-def check_name(check):
-    """Of check_orders, or of a functools.partial of it: "orders"."""
-    return getattr(check, "func", check).__name__.removeprefix("check_")
-
-
-def chosen_checks(checks, only=None):
-    """All of them, or those named `only`. BadInput names the choices."""
-    names = dict.fromkeys(map(check_name, checks))
-    if only and only.removeprefix("check_") not in names:
-        raise BadInput(f"--check {only}: no such check: use one of {', '.join(names)}")
-    return [check for check in checks if not only or check_name(check) == only.removeprefix("check_")]
+def named(checks, only=None):
+    """{check: its name}, of all of them or those named `only`. BadInput names the choices."""
+    names = {check: getattr(check, "func", check).__name__.removeprefix("check_") for check in checks}
+    if only and only.removeprefix("check_") not in names.values():
+        raise BadInput(f"--check {only}: no such check: use one of {', '.join(dict.fromkeys(names.values()))}")
+    return {check: name for check, name in names.items() if not only or name == only.removeprefix("check_")}
 
 
 def call_check(check, device):
@@ -744,16 +739,10 @@ def call_check(check, device):
     return check(**({"device": device} if "device" in inspect.signature(check).parameters else {}))
 
 
-def checks_passed(checks):
-    """The line that says so. The same check with other arguments is named once."""
-    return textwrap.fill("checks passed: " + ", ".join(dict.fromkeys(map(check_name, checks))), 110)
-
-
 def run_checks(checks, device, only=None):
     """Run these checks, or those of them that are named `only`, and say so. {name: what the check returned}."""
-    checks = chosen_checks(checks, only)
-    found = {check_name(check): call_check(check, device) for check in checks}
-    print(checks_passed(checks))
+    found = {name: call_check(check, device) for check, name in named(checks, only).items()}
+    print(textwrap.fill("checks passed: " + ", ".join(found), 110))
     return found
 
 
@@ -776,54 +765,50 @@ def run_break(namespace, name):
     return 0
 
 
-def stage_parser(doc, namespace, add_arguments=None):
-    parser = argparse.ArgumentParser(description=doc.strip().splitlines()[0])
+def stage_parser(namespace):
+    parser = argparse.ArgumentParser(description=namespace["__doc__"].strip().splitlines()[0])
     either = parser.add_mutually_exclusive_group()
     either.add_argument("--break", dest="bug", choices=list(namespace["BREAKS"]), help="plant this bug: exit status 1")
     either.add_argument("--check", nargs="?", const="", metavar="NAME", help="checks only, no measurements")
-    if add_arguments:
-        add_arguments(parser)
+    if "add_arguments" in namespace:
+        namespace["add_arguments"](parser)
     return parser
 
 
-def run_stage(file, doc, namespace, body, following, add_arguments=None):
-    """The command line of a stage: --break, --check, or namespace["CHECKS"] and then body(device, ledger, args), which
-    says what is measured; returns the exit status. Where checks need more than a device, namespace["check_all"](device,
-    only, args) is --check, and body begins with them.
+def run_stage(namespace, following):
+    """The command line of a stage, whose globals() are given; returns the exit status. --check: CHECKS, or where they
+    need more than a device check_all(device, only, args). Otherwise body(device, ledger, args), which checks, too.
 
     0 when every check and claim holds, 1 when one fails (or a planted bug is caught), 2 for bad input (or when
     anything but the check fails)."""
-    args = stage_parser(doc, namespace, add_arguments).parse_args()
+    args, script = stage_parser(namespace).parse_args(), Path(namespace["__file__"]).name
     if args.bug:
         return run_break(namespace, args.bug)
-    device, ledger, checks = default_device(), Ledger(), namespace.get("CHECKS")
-    check_all = namespace.get("check_all", lambda device, only, args: run_checks(checks or [], device, only))
+    device, ledger = default_device(), Ledger()
     print(describe_device(device))
     try:
         # The interpreter is NumPy, which warns where a GPU silently makes the inf that the kernels then handle.
         with np.errstate(all="ignore"):
-            if args.check is not None:
-                check_all(device, args.check, args)
-                return 0
-            if checks and "check_all" not in namespace:
-                check_all(device, None, args)
-                print()
-            body(device, ledger, args)
+            if args.check is None:
+                namespace["body"](device, ledger, args)
+            elif "check_all" in namespace:
+                namespace["check_all"](device, args.check, args)
+            else:
+                run_checks(namespace["CHECKS"], device, args.check)
     except AssertionError as error:
         print(f"CHECK FAILED: {error}")
         return 1
-    except (BadInput, OSError) as error:
-        print(f"{Path(file).name}: {error}", file=sys.stderr)
-        return 2
-    except RuntimeError as error:
-        if "allocate" not in str(error):  # as torch's allocators do, on either device
+    except (BadInput, OSError, RuntimeError) as error:
+        full = isinstance(error, RuntimeError)
+        if full and "allocate" not in str(error):  # as torch's allocators say it, on either device
             raise
-        print(f"{Path(file).name}: no memory for this shape: {str(error).splitlines()[0]}", file=sys.stderr)
+        said = f"no memory for this shape: {str(error).splitlines()[0]}" if full else error
+        print(f"{script}: {said}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        return 130
-    print(f"next: {following}" if ledger.ok else "A CLAIM FAILED: see the rows marked NO")
+    if args.check is None:
+        print(f"next: {following}" if ledger.ok else "A CLAIM FAILED: see the rows marked NO")
     return 0 if ledger.ok else 1
+
 
 # ==== 7. Checks. Each --break plants one bug that one of them must catch ==============================================
 
@@ -1044,7 +1029,8 @@ def check_bench():
 
 
 def check_command_line():
-    """What run_stage says, and its exit status, when all is well and when a check, a claim, a user or memory fails."""
+    """What run_stage says, and its exit status: all is well; a check, a claim, a user, memory fails; a bug is planted.
+    A programmer's error keeps its traceback."""
 
     def check_nothing():
         pass
@@ -1055,25 +1041,28 @@ def check_command_line():
     def fail(error):
         raise error
 
-    def claim(device, ledger, args):
-        ledger.row("claim", "formula", 1, 2)
-
+    wrong = lambda device, ledger, args: ledger.row("claim", "formula", 1, 2)  # noqa: E731
+    full = RuntimeError("can't allocate 9 TB")
     for flags, check, work, status, said in (
-        ([], check_nothing, lambda *_: None, 0, "next: the next one"),
-        (["--check"], check_nothing, lambda *_: fail(ValueError()), 0, "checks passed: nothing"),
-        (["--check", "nothing"], check_nothing, None, 0, "checks passed: nothing"),
-        ([], check_fails, lambda *_: fail(ValueError()), 1, "CHECK FAILED: this one fails"),
-        ([], check_nothing, claim, 1, "A CLAIM FAILED"),
-        ([], check_nothing, lambda *_: fail(BadInput("use two")), 2, "stage.py: use two"),
-        ([], check_nothing, lambda *_: fail(RuntimeError("can't allocate 9 TB")), 2, "stage.py: no memory"),
-        (["--break", "bug"], check_nothing, None, 0, "NOT caught by check_nothing"),
-        (["--break", "bug"], check_fails, None, 1, "caught by check_fails: this one fails"),
+        ("", check_nothing, lambda *_: None, 0, "next: the next one"), ("", check_nothing, wrong, 1, "A CLAIM FAILED"),
+        ("--check nothing", check_nothing, None, 0, "checks passed: nothing"),
+        ("--check", check_fails, None, 1, "CHECK FAILED: this one fails"),
+        ("--check other", check_nothing, None, 2, "no such check: use one of nothing"),
+        ("", check_nothing, lambda *_: fail(BadInput("use two")), 2, "stage.py: use two"),
+        ("", check_nothing, lambda *_: fail(full), 2, "stage.py: no memory"),
+        ("", check_nothing, lambda *_: fail(ValueError("a bug")), None, "a bug"),
+        ("", check_nothing, lambda *_: fail(RuntimeError("a bug")), None, "a bug"),
+        ("--break bug", check_nothing, None, 0, "NOT caught by check_nothing"),
+        ("--break bug", check_fails, None, 1, "caught by check_fails: this one fails"),
     ):
-        checks = [check, check_fails] if "nothing" in flags else [check]
-        names = {"CHECKS": checks, "BREAKS": {"bug": (check, "anything", None)}}
+        names = dict(__file__="stage.py", __doc__="A stage.", BREAKS={"bug": (check, "anything", None)}, body=work,
+                     CHECKS=[check, check_fails] if "nothing" in flags else [check])
         with contextlib.redirect_stdout(io.StringIO()) as output, contextlib.redirect_stderr(output):
-            with mock.patch.object(sys, "argv", ["stage.py", *flags]):
-                got = run_stage("stage.py", "A stage.", names, work, "the next one")
+            with mock.patch.object(sys, "argv", ["stage.py", *flags.split()]):
+                try:
+                    got = run_stage(names, "the next one")
+                except (ValueError, RuntimeError) as error:
+                    got = print(error)  # None
         require(got == status and said in output.getvalue(), f"{flags}: status {got}, {output.getvalue()}")
 
 
@@ -1165,7 +1154,8 @@ def measure_step(device, ledger, config, batch, autocast):
 
 
 def body(device, ledger, args):
-    print(f"tokens a batch on 16 GPUs of 75 GiB   {'with logits':>12} {'without':>12}   gain")
+    run_checks(CHECKS, device)
+    print(f"\ntokens a batch on 16 GPUs of 75 GiB   {'with logits':>12} {'without':>12}   gain")
     for shape in MODELS:
         before, after = max_batch_tokens(shape), max_batch_tokens(shape, logits=False)
         print(f"  {shape.name:<36}{before:>12,} {after:>12,} {after / before:>5.1f}x")
@@ -1180,7 +1170,7 @@ def body(device, ledger, args):
 
 
 if __name__ == "__main__":
-    sys.exit(run_stage(__file__, __doc__, globals(), body, "python 02_cce_kernel.py"))
+    sys.exit(run_stage(globals(), "python 02_cce_kernel.py"))
 
 
 # Exercises

@@ -1293,7 +1293,9 @@ def measure(device, ledger, N, V, D):
 
 
 def body(device, ledger, args):
-    measure(device, ledger, *(asked_shape(args, device) or (1024, 8192, 64)))
+    shape = asked_shape(args, device) or (1024, 8192, 64)
+    base.run_checks(CHECKS, device)
+    measure(device, ledger, *shape)
 
 
 def add_arguments(parser):
@@ -1301,7 +1303,7 @@ def add_arguments(parser):
 
 
 if __name__ == "__main__":
-    sys.exit(base.run_stage(__file__, __doc__, globals(), body, "python 03_grad_filter_sort.py", add_arguments))
+    sys.exit(base.run_stage(globals(), "python 03_grad_filter_sort.py"))
 
 
 # Exercises

@@ -2046,11 +2046,6 @@ def measure(device, ledger, E, C, x, name, only=None):
     print()
 
 
-def check_all(device, only, args):
-    """--check. (A look at a model by --checkpoint goes without.)"""
-    base.run_checks(CHECKS, device, only)
-
-
 def body(device, ledger, args):
     shape = cce.asked_shape(args, device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -2059,7 +2054,7 @@ def body(device, ledger, args):
         show_phenomenon(E, C, name)
         measure(device, ledger, E.to(dtype), C.to(dtype), x, f"{name} on held-out text")
         return
-    check_all(device, None, args)
+    base.run_checks(CHECKS, device)
     print()
     config, batch, steps = small_config(device)
     print(f"a model of {config.parameters() / 1e6:.1f} M parameters, {steps} steps of {batch * config.seq} tokens")
@@ -2082,7 +2077,7 @@ def add_arguments(parser):
 
 
 if __name__ == "__main__":
-    sys.exit(base.run_stage(__file__, __doc__, globals(), body, "python 04_fused_optimizer.py", add_arguments))
+    sys.exit(base.run_stage(globals(), "python 04_fused_optimizer.py"))
 
 
 # Exercises

@@ -3696,6 +3696,8 @@ CHECKS += [check_plans] + [check_graph] * (base.HAS_CUDA and HAS_TRITON)
 
 
 def body(device, ledger, args):
+    base.run_checks(CHECKS, device)
+    print()
     compiled = device.type == "cuda" and HAS_TRITON
     eight = next(shape for shape in base.MODELS if shape.name == "Llama 3 8B")
     print(f"between backward and step, {eight.name} has {2 * eight.params / 2**30:.1f} GiB of gradients in bf16")
@@ -3721,7 +3723,7 @@ def add_arguments(parser):
 
 
 if __name__ == "__main__":
-    sys.exit(base.run_stage(__file__, __doc__, globals(), body, "python 05_parallelism.py", add_arguments))
+    sys.exit(base.run_stage(globals(), "python 05_parallelism.py"))
 
 
 # Exercises

@@ -58,6 +58,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import textwrap
 import threading
 import time
 import traceback
@@ -4650,20 +4651,20 @@ def rank_checks(world):
 def all_checks(only=None):
     """{check: its fp64 error, if it has one}, on the ranks of this world; of all checks, or of one name."""
     meet("the first check", TIMEOUT)
-    checks = base.chosen_checks(rank_checks(dist.get_world_size()), only)
-    return {base.check_name(check).replace("_", " "): check() for check in checks}
+    checks = base.named(rank_checks(dist.get_world_size()), only)
+    return {name.replace("_", " "): check() for check, name in checks.items()}
 
 
 def check_both(together, alone, only, ranks, device, stage=None):
     """--check of a stage whose all_checks(only) runs the checks `together`, in ranks; those `alone` start the processes
     that they need. device: of the ranks, or None."""
-    checks = base.chosen_checks([*together, *alone], only)
+    checks = base.named([*together, *alone], only)
     if any(check in together for check in checks):
         in_ranks("all_checks", ranks, only, device=device, stage=stage)
     for check in checks:
         if check in alone:
             base.call_check(check, base.default_device())
-    print(base.checks_passed(checks))
+    print(textwrap.fill("checks passed: " + ", ".join(checks.values()), 110))
 
 
 def check_all(device, only, args):
@@ -4805,7 +4806,7 @@ if __name__ == "__main__":
         sys.exit(2)
     if os.environ.get("RANK", "0") != "0":  # one process of torchrun's speaks
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    sys.exit(base.run_stage(__file__, __doc__, globals(), body, "python 06_low_comm_sync.py", add_arguments))
+    sys.exit(base.run_stage(globals(), "python 06_low_comm_sync.py"))
 
 
 # Exercises

@@ -2618,7 +2618,7 @@ def add_arguments(parser):
 
 
 if __name__ == "__main__":
-    sys.exit(base.run_stage(__file__, __doc__, globals(), body, "python 07_moe_balance.py", add_arguments))
+    sys.exit(base.run_stage(globals(), "python 07_moe_balance.py"))
 
 
 # Exercises

@@ -1821,8 +1821,7 @@ def measure_policies(D=4096, F_=4096, hots=(1, 4, 8), E=32, N=16384, K=2):
 def all_checks(only=None):
     """{check: its fp64 error, if it has one}, on the ranks of this world; of all checks, or of one name."""
     parallel.meet("the first check", parallel.TIMEOUT)
-    checks = base.chosen_checks(CHECKS, only)
-    return {base.check_name(check).replace("_", " "): check() for check in checks}
+    return {name.replace("_", " "): check() for check, name in base.named(CHECKS, only).items()}
 
 
 def everything():
@@ -1938,10 +1937,10 @@ def check_all(device, only, args):
 def body(device, ledger, args):
     ranks = number_of_ranks(args)
     where, errors, rows, notes = in_ranks("everything", ranks, stage=globals())
-    for check in BY_ONE:
+    for check in (alone := base.named(BY_ONE)):
         base.call_check(check, device)
-    names = [base.check_name(check).replace("_", " ") for check in BY_ONE]
-    print(f"{ranks} processes on {where}; checks passed: {', '.join([*errors, *names])}\n")
+    names = [*errors, *(name.replace("_", " ") for name in alone.values())]
+    print(f"{ranks} processes on {where}; checks passed: {', '.join(names)}\n")
     for name, error in errors.items():
         if error is not None:
             ledger.row(f"{name}: error", "fp64, against serial", 1e-12, error, "", (0, 1))
@@ -1967,7 +1966,7 @@ def add_arguments(parser):
 
 
 if __name__ == "__main__":
-    sys.exit(base.run_stage(__file__, __doc__, globals(), body, "python train.py", add_arguments))
+    sys.exit(base.run_stage(globals(), "python train.py"))
 
 
 # Exercises

@@ -88,8 +88,7 @@ def in_process(stage, *arguments):
         patch.setattr(sys, "argv", [f"{stage}.py", *map(str, arguments)])
         patch.setattr(sys, "stdout", output := io.StringIO())
         try:
-            status = base.run_stage(
-                names["__file__"], names["__doc__"], names, names["body"], "", names.get("add_arguments"))
+            status = base.run_stage(names, "")
         except SystemExit as left:  # argparse
             status = left.code
     return SimpleNamespace(returncode=status, stdout=output.getvalue(), stderr=errors.getvalue())
@@ -165,20 +164,16 @@ def test_checks_by_name(stage):
     assert result.returncode == 2 and result.stderr.count("\n") == 1 and name in result.stderr, result
 
 
-def test_only_bad_input_is_one_line(capsys, monkeypatch):
-    """Any other ValueError is a mistake in the code, and keeps its traceback."""
-    monkeypatch.setattr(sys, "argv", ["stage.py"])
+def test_only_bad_input_is_one_line(capsys):
+    """Any other ValueError is a mistake in the code, and keeps its traceback. (01 checks the same of a stage.)"""
 
-    def fail(error, *rest):
+    def fail(error):
         raise error
 
-    def stage(error):
-        return base.run_stage("stage.py", "doc", {"BREAKS": {}}, functools.partial(fail, error), "")
-
-    for name, run in (("stage", stage), ("train", functools.partial(train.guarded, fail))):
-        assert run(base.BadInput("use another")) == 2 and capsys.readouterr().err == f"{name}.py: use another\n"
-        with pytest.raises(ValueError, match="a bug"):
-            run(ValueError("a bug"))
+    assert train.guarded(fail, base.BadInput("use another")) == 2
+    assert capsys.readouterr().err == "train.py: use another\n"
+    with pytest.raises(ValueError, match="a bug"):
+        train.guarded(fail, ValueError("a bug"))
 
 
 @pytest.mark.parametrize("stage", ["02_cce_kernel", "03_grad_filter_sort"])
@@ -233,8 +228,7 @@ def test_publish_replaces_only_its_block(tmp_path):
 # ==== README: all that it names exists, and its blocks are what the scripts would write ===============================
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PARSERS = {f"{stage}.py": base.stage_parser(module.__doc__, vars(module), getattr(module, "add_arguments", None))
-           for stage, module in STAGES.items()}
+PARSERS = {f"{stage}.py": base.stage_parser(vars(module)) for stage, module in STAGES.items()}
 PARSERS["train.py"] = train.make_parser()
 
 
