@@ -545,26 +545,20 @@ def corpus(tokens="bytes", packages=False, limit=256 * MIB):
     checksum of their name, until they make 1 % and at least 64 KiB. BadInput when there is too little text."""
     if tokens not in ("bytes", "bigrams"):
         raise BadInput(f"tokens is {tokens!r}: use 'bytes' or 'bigrams'")
-    files, size = [], 0  # of (checksum, text)
+    files, size = {}, 0  # name: text
     for kind in ("stdlib", "purelib") if packages else ("stdlib",):
         for path in source_files(kind):
             if size + path.stat().st_size <= limit:
-                name = str(path.relative_to(sysconfig.get_paths()[kind]))
-                files.append((zlib.crc32(name.encode()), path.read_bytes()))
-                size += len(files[-1][1])
+                files[path.relative_to(sysconfig.get_paths()[kind])] = text = path.read_bytes()
+                size += len(text)
     if size < MIB:
         raise BadInput(f"only {size} bytes of Python source are installed here: pass a text with --data FILE")
-    parts, val_size = {True: [], False: []}, 0
-    order = sorted(range(len(files)), key=lambda i: files[i][0])
-    held = set()
-    while val_size < max(64 * 1024, size // 100):
-        held.add(order[len(held)])
-        val_size += len(files[order[len(held) - 1]][1])
-    for i, (_, text) in enumerate(files):
-        parts[i in held].append(text)
+    order = sorted(files, key=lambda name: zlib.crc32(str(name).encode()))
+    sizes = np.cumsum([len(files[name]) for name in order])
+    held = set(order[: 1 + np.searchsorted(sizes, max(64 * 1024, size // 100))])
+    parts = (b"".join(text for name, text in files.items() if (name in held) is side) for side in (False, True))
     width = 1 if tokens == "bytes" else 2
-    joined = (b"".join(parts[side]) for side in (False, True))
-    train, val = (np.frombuffer(part[: len(part) // 2 * 2], np.dtype(f"<u{width}")) for part in joined)
+    train, val = (np.frombuffer(part[: len(part) // 2 * 2], f"<u{width}") for part in parts)
     origin = f"standard library of Python {platform.python_version()}" + (" and installed packages" if packages else "")
     return Corpus(train, val, 256**width, width, f"{origin}, {len(files)} files")
 
