@@ -636,7 +636,7 @@ def rescale(S, partial, lse, targets, target_logit, g_softmax, g_target, E, C):
     """S (N, V), made of E and C, becomes G."""
     (N, V), tiles = S.shape, TILES["descriptors"] if takes_descriptors(E, C) else tiles_for(E)
     rows = 32 if INTERPRETED else 8  # a program: it does nothing but move bytes, and more of them hide more latency
-    if INTERPRETED:  # whose S and G are in fp32
+    if INTERPRETED:  # S and G are in fp32 there: round them as a GPU's are (.data: autograd knows nothing of it)
         S.data.copy_(S.to(E.dtype))
     rescale_kernel[(triton.cdiv(N, rows) * partial.shape[0],)](
         S, partial, lse, targets, target_logit, g_softmax, g_target, N, V, S.stride(0), rows, tiles["BLOCK_V"]
@@ -661,6 +661,7 @@ def rows_by_kernels(E, C, targets, g, bias):
 #     d lse[n] / d logit[n, v] = softmax[n, v]        d target_logit[n] / d logit[n, v] = [v is n's target]
 #     G = grad_lse softmax + grad_target onehot       grad_target is -grad_loss, grad_lse has all that came through lse
 #
+# (the functions below subtract the onehot: their g_softmax is grad_lse, their g_target -grad_target),
 # so a z-loss, c lse^2, needs no code. Where one upstream number scales all tokens, 01's _ChunkedLoss may run instead.
 
 
@@ -1225,7 +1226,7 @@ def one_pass(E, C):
 
 
 def rungs_for(E, C, x, device):
-    """[(name, loss, Plan of v4 or None)]: each loss(E, C, x) is differentiable, or returns dE and dC, too."""
+    """[(name, loss, Plan of v4 or None)]. loss(E, C, x) is differentiable; v1 and v2 return (loss, dE, dC) instead."""
     cuda, (N, D), V = device.type == "cuda", E.shape, C.shape[0]
     found = [("materialised (01)", base.materialised_loss, None)]
     if cuda:  # elsewhere it needs a C++ compiler
