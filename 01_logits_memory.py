@@ -799,6 +799,8 @@ def run_stage(namespace, following):
         said = f"no memory for this shape: {str(error).splitlines()[0]}" if full else error
         print(f"{script}: {said}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
     if args.check is None:
         print(f"next: {following}" if ledger.ok else "A CLAIM FAILED: see the rows marked NO")
     return 0 if ledger.ok else 1
@@ -1044,6 +1046,7 @@ def check_command_line():
         ("--check other", check_nothing, None, 2, "no such check: use one of nothing"),
         ("", check_nothing, lambda *_: fail(BadInput("use two")), 2, "stage.py: use two"),
         ("", check_nothing, lambda *_: fail(full), 2, "stage.py: no memory"),
+        ("", check_nothing, lambda *_: fail(KeyboardInterrupt()), 130, ""),
         ("", check_nothing, lambda *_: fail(ValueError("a bug")), None, "a bug"),
         ("", check_nothing, lambda *_: fail(RuntimeError("a bug")), None, "a bug"),
         ("--break bug", check_nothing, None, 0, "NOT caught by check_nothing"),
