@@ -914,6 +914,7 @@ def check_bad_input():
         must_raise(words, partial(linear_cross_entropy_reference, *arguments))
     must_raise("targets holds 10:", partial(chunked_linear_cross_entropy, E, C, x * 0 + 10))
     must_raise("torch.float16", partial(chunked_linear_cross_entropy, E.half(), C.half(), x))
+    must_raise("one row a token", partial(chunked_linear_cross_entropy, E[:, :3], C, x))
     must_raise("chunk is 0", partial(chunked_linear_cross_entropy, E, C, x, chunk=0))
     must_raise("must be a multiple", partial(GPT, GPTConfig(dim=12, heads=4)))
     must_raise("tokens has 9 positions", partial(GPT(GPTConfig(seq=8)), torch.zeros(1, 9, dtype=torch.int64)))
