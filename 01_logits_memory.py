@@ -1003,6 +1003,7 @@ def check_ledger():
         require(ledger.ok is ok, f"predicted {predicted}, measured {measured}: {ledger.ok}")
         text = printed.getvalue()
         require(("needs a GPU" if measured is None else f" {measured:g} MiB") in text, f"{measured} is not in {text}")
+        require(text.endswith("| NO\n") is not ok, f"the verdict of {text}")
 
 
 def check_corpus():
@@ -1042,7 +1043,7 @@ def check_command_line():
     full = RuntimeError("can't allocate 9 TB")
     for flags, check, work, status, said in (
         ("", check_nothing, lambda *_: None, 0, "next: the next one"), ("", check_nothing, wrong, 1, "A CLAIM FAILED"),
-        ("--check nothing", check_nothing, None, 0, "checks passed: nothing"),
+        ("--check nothing --more 1", check_nothing, None, 0, "checks passed: nothing"),
         ("--check", check_fails, None, 1, "CHECK FAILED: this one fails"),
         ("--check other", check_nothing, None, 2, "no such check: use one of nothing"),
         ("", check_nothing, lambda *_: fail(BadInput("use two")), 2, "stage.py: use two"),
@@ -1054,6 +1055,7 @@ def check_command_line():
         ("--break bug", check_fails, None, 1, "caught by check_fails: this one fails"),
     ):
         names = dict(__file__="stage.py", __doc__="A stage.", BREAKS={"bug": (check, "anything", None)}, body=work,
+                     add_arguments=lambda parser: parser.add_argument("--more"),
                      CHECKS=[check, check_fails] if "nothing" in flags else [check])
         with contextlib.redirect_stdout(io.StringIO()) as output, contextlib.redirect_stderr(output):
             with mock.patch.object(sys, "argv", ["stage.py", *flags.split()]):
