@@ -532,7 +532,7 @@ def lse_kernel(
         total, rows = tl.sum(tile_exp, 1), row + tl.arange(0, BLOCK_N)
         tl.store(partial + (col // BLOCK_V).to(tl.int64) * N + rows, top + tl.log(total), mask=rows < N)
         if S is not None:
-            put_tile(S, tile_exp / tl.where(total == 0.0, 1.0, total)[:, None], row, col, N, V, stride_s, FETCHED)
+            put_tile(S, tile_exp / total[:, None], row, col, N, V, stride_s, FETCHED)
 
 
 @triton.jit
@@ -625,11 +625,12 @@ def rescale_kernel(
     store_tile(S, tile_gradient(softmax, softmax, x, cols, row_g, row_h, None), rows, cols, N, V, stride)
 
 
-def kept_softmax(E, C, targets, bias=None):
-    """S (N, V), its partial (tiles, N), lse (N,) and the target's logit (N,). No softcap, whose slope needs logits."""
+def kept_softmax(E, C, targets):
+    """S (N, V), its partial (tiles, N), lse (N,) and the target's logit (N,). No softcap, whose slope needs logits; no
+    bias, which may leave a whole tile of S without a sum to divide by."""
     S = empty_gradient(E, C.shape[0])
-    partial = tile_lse(E, C, bias, S=S, fetch=takes_descriptors(E, C))
-    return S, partial, merge(partial), indexed_logits(E, C, targets, bias)
+    partial = tile_lse(E, C, S=S, fetch=takes_descriptors(E, C))
+    return S, partial, merge(partial), indexed_logits(E, C, targets)
 
 
 def rescale(S, partial, lse, targets, target_logit, g_softmax, g_target, E, C):
@@ -646,10 +647,10 @@ def rescale(S, partial, lse, targets, target_logit, g_softmax, g_target, E, C):
     return S
 
 
-def rows_by_kernels(E, C, targets, g, bias):
+def rows_by_kernels(E, C, targets, g):
     """What 01's _ChunkedLoss asks for of a block of tokens: G (R, V), lse (R,) and the target's logit (R,)."""
-    E, C, targets, bias, g = kernel_inputs(E, C, targets, bias, g)
-    S, partial, lse, target_logit = kept_softmax(E, C, targets, bias)
+    E, C, targets, g = kernel_inputs(E, C, targets, g)
+    S, partial, lse, target_logit = kept_softmax(E, C, targets)
     return rescale(S, partial, lse, targets, target_logit, g, g, E, C), lse, target_logit
 
 
@@ -766,7 +767,7 @@ class _LseAndTarget(torch.autograd.Function):
     def forward(ctx, E, C, bias, targets, how):
         S = partial = None
         if how.plan.order == "kept":
-            S, partial, lse, target_logit = kept_softmax(*kernel_inputs(E, C, targets, bias))
+            S, partial, lse, target_logit = kept_softmax(*kernel_inputs(E, C, targets))
         else:
             lse, target_logit = lse_and_target(E, C, targets, bias=bias, softcap=how.softcap, backend=how.backend)
         if how.join is not None:
@@ -784,14 +785,14 @@ class _LseAndTarget(torch.autograd.Function):
         if S is None:
             options = how.softcap, how.backend, how.plan.block, how.sink
             return *sliced_gradients(need, E, C, bias, targets, lse, grad_lse, -grad_target, *options), None, None
-        E, C, targets, bias, g_softmax, g_target = kernel_inputs(E, C, targets, bias, grad_lse, -grad_target)
+        E, C, targets, g_softmax, g_target = kernel_inputs(E, C, targets, grad_lse, -grad_target)
         if ctx.spent:  # a second backward: the first one made G in the memory of S
-            tile_lse(E, C, bias, S=S, fetch=takes_descriptors(E, C))
+            tile_lse(E, C, S=S, fetch=takes_descriptors(E, C))
         ctx.spent = True
         G = rescale(S, partial, lse, targets, target_logit, g_softmax, g_target, E, C)
         dE = set_to(torch.empty_like(E), G, C) if need[0] else None
         dC = set_to(torch.empty_like(C), G.T, E) if need[1] else None
-        return dE, dC, G.sum(0, dtype=lse.dtype).to(bias.dtype) if need[2] else None, None, None
+        return dE, dC, None, None, None
 
 
 def wanted(ctx, i):
@@ -842,10 +843,11 @@ def linear_cross_entropy(
     shape, targets, E = targets.shape, targets.reshape(-1), E.reshape(-1, C.shape[1])
     E, C = kernel_inputs(E, C) if backend == "triton" else (E, C)
     differentiable = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (E, C, bias))
-    plan = plan_for(E, C, softcap, reduction, return_lse, backend, workspace, sink, shard, differentiable)
+    plain = bias is None and softcap is None
+    plan = plan_for(E, C, plain, reduction, return_lse, backend, workspace, sink, shard, differentiable)
     if plan.order == "tokens":
         rows_of = rows_by_kernels if backend == "triton" else base.rows_of_logits
-        return base._ChunkedLoss.apply(E, C, bias, targets, ignore_index, reduction, plan.block, rows_of)
+        return base._ChunkedLoss.apply(E, C, targets, ignore_index, reduction, plan.block, rows_of)
     start, vocab, join = shard or (0, C.shape[0], None)
     how = How(softcap, backend, plan, sink, join)
     lse, target_logit = _LseAndTarget.apply(E, C, bias, targets - start if start else targets, how)
@@ -853,10 +855,10 @@ def linear_cross_entropy(
     return (loss, lse.view(shape)) if return_lse else loss
 
 
-def plan_for(E, C, softcap, reduction, return_lse, backend, workspace, sink=None, shard=None, differentiable=True):
-    """gradient_plan for a call with these arguments."""
+def plan_for(E, C, plain, reduction, return_lse, backend, workspace, sink=None, shard=None, differentiable=True):
+    """gradient_plan for a call with these arguments; plain: neither bias nor softcap."""
     kernels, orders = backend == "triton", ["vocabulary"]
-    if differentiable and softcap is None and sink is None:  # G from softmax alone, all of dC at once
+    if differentiable and plain and sink is None:  # G from softmax alone, all of dC at once
         one_number = reduction != "none" and not return_lse and shard is None
         orders = ["kept"] * kernels + ["tokens"] * one_number + orders
     plan = gradient_plan(E.shape[0], *C.shape, E.device, E.dtype, workspace, orders=orders, kernels=kernels)
@@ -994,7 +996,7 @@ def workspaces(E, C, backend):
     """{order: bytes}: a workspace for each order that there is for E and C, of several blocks where there is room."""
     b, kernels = E.element_size(), backend == "triton"
     tokens = tokens_bytes(len(E), *C.shape, b, b if kernels else max(b, 4), 1024 if E.is_cuda else 128)
-    return {plan_for(E, C, None, "mean", False, backend, size).order: size for size in (WORKSPACE, tokens, 0)}
+    return {plan_for(E, C, True, "mean", False, backend, size).order: size for size in (WORKSPACE, tokens, 0)}
 
 
 def check_orders(device="cpu", N=150, V=150, D=8, seed=0, dtypes=(torch.float32, torch.bfloat16)):
@@ -1020,14 +1022,15 @@ def check_orders(device="cpu", N=150, V=150, D=8, seed=0, dtypes=(torch.float32,
         base.require([*orders][-2:] == ["tokens", "vocabulary"], f"{backend} {dtype}: {orders}")
         E, x = E.detach().view(2, -1, D).requires_grad_(), x.view(2, -1)
         for order, workspace in orders.items():
+            bias, leaves = (b, (E, C, b)) if order == "vocabulary" else (None, (E, C))
             exact, peers, ours = (weighted(fn, order == "tokens") for fn in (
                 base.linear_cross_entropy_reference, same_dtype_loss, linear_cross_entropy))
-            want, peer = exact_gradients(E, C, b, x, loss=exact), gradients_of(peers, E, C, b, x)
+            want, peer = exact_gradients(E, C, bias, x, loss=exact), gradients_of(peers, E, C, bias, x)
             runs = []
             for retain in ((True, False), (False,)):
-                loss = ours(E, C, x, b, backend=backend, workspace=workspace)
+                loss = ours(E, C, x, bias, backend=backend, workspace=workspace)
                 for again in retain:
-                    runs.append([loss.detach(), *torch.autograd.grad(loss, (E, C, b), retain_graph=again)])
+                    runs.append([loss.detach(), *torch.autograd.grad(loss, leaves, retain_graph=again)])
             require_gradients(f"{backend} {order} {dtype}", runs[0], peer, want)
             same = all(torch.equal(first, other) for run in runs for first, other in zip(runs[0], run, strict=True))
             base.require(same, f"{backend} {order} {dtype}: two runs on the same input differ")
@@ -1039,23 +1042,27 @@ def check_hard(device="cpu", dtypes=(torch.float32, torch.bfloat16)):
     predicted with probability 0.99, whose softmax - 1 cancels; and nothing but padding: loss and gradients are 0."""
     for dtype, backend in itertools.product(dtypes, backends(device)):
         V = 200 if INTERPRETED else 600  # several tiles
-        E, C, b, x = base.random_problem(40, V, 16, dtype, device, ignored=0.1)
-        b, off = b.detach(), torch.arange(V, device=device) >= 100
-        sure = (30 * F.normalize(C.detach()[x.clamp(min=0)].float(), dim=1)).to(dtype).requires_grad_()
+        E, C, b, x = (t.detach() for t in base.random_problem(40, V, 16, dtype, device, ignored=0.1))
+        off = torch.arange(V, device=device) >= 100
+        sure = (30 * F.normalize(C[x.clamp(min=0)].float(), dim=1)).to(dtype)
+        far, one = torch.full_like(E[:, :8], 125), torch.ones_like(C[:, :8])  # eight columns that add 1000
         problems = {
-            "logits of 1000": (E, b + 1000, x), "logits of -1000": (E, b - 1000, x), "padding": (E, b, x * 0 - 100),
-            "classes off": (E, b.masked_fill(off, -math.inf), x.where(x < 100, x % 100)), "confident": (sure, 0 * b, x),
+            "logits of 1000": (torch.cat((E, far), 1), torch.cat((C, one), 1), None, x),
+            "logits of -1000": (torch.cat((E, far), 1), torch.cat((C, -one), 1), None, x),
+            "padding": (E, C, None, x * 0 - 100), "confident": (sure, C, None, x),
+            "classes off": (E, C, b.masked_fill(off, -math.inf), x.where(x < 100, x % 100)),
         }
-        for name, (e, bias, targets) in problems.items():
-            want = exact_gradients(e, C, None, targets, loss=lambda e, c, x, _, b=bias: (
-                base.linear_cross_entropy_reference(e, c, x, b.double())))
+        for name, (e, c, bias, targets) in problems.items():
+            e, c = e.requires_grad_(), c.requires_grad_()
+            want = exact_gradients(e, c, None, targets, loss=lambda e, c, x, _, bias=bias: (
+                base.linear_cross_entropy_reference(e, c, x, bias)))
             limit = 8e-3 if dtype == torch.bfloat16 else 1e-3 if "1000" in name else 2e-5
-            for order, workspace in workspaces(e, C, backend).items():
-                loss = linear_cross_entropy(e, C, targets, bias, backend=backend, workspace=workspace)
-                got = [loss.detach(), *torch.autograd.grad(loss, (e, C))]
+            for order, workspace in (workspaces(e, c, backend) if bias is None else {"vocabulary": 0}).items():
+                loss = linear_cross_entropy(e, c, targets, bias, backend=backend, workspace=workspace)
+                got = [loss.detach(), *torch.autograd.grad(loss, (e, c))]
                 base.require(all(error(g, w) < limit for g, w in zip(got, want, strict=True)),
                              f"{backend} {order} {dtype}: {name}: loss {got[0]:.6g}, not {want[0]:.6g}, or gradients")
-                gone = got[2][off] if name == "classes off" else got[2][:0]
+                gone = got[2][off] if bias is not None else got[2][:0]
                 base.require(not gone.any(), f"{backend} {order} {dtype}: a class that is switched off has a gradient")
 
 
@@ -1112,7 +1119,7 @@ def check_memory(device="cpu"):
             off = error(got, base.chunked_linear_cross_entropy(E.detach(), C, x))
             base.require(off < 2e-6, f"{N} x {V} x {D}: the loss is off by {off:.1e}")
         base.require(max(peaks) < 2 * N * V, f"peaks of {peaks} bytes, the logits are {4 * N * V}")
-        plan = plan_for(E, C, None, "mean", False, choose_backend("auto", E, C), None)
+        plan = plan_for(E, C, True, "mean", False, choose_backend("auto", E, C), None)
         ratio = (peaks[1] - 4 * (N + V) * D) / plan.beyond
         base.require(0.95 < ratio < 1.05, f"{plan}: {ratio:.2f} of that, beyond the gradients")
 
@@ -1136,7 +1143,7 @@ def check_bad_input(device="cpu"):
         base.require(choose_backend(backend, E, C) == chosen, f"{backend} is not {chosen}")
     for backend in backends(device):
         losses = loss_from(*lse_and_target(E, C, far, backend=backend), far, 10, -100, "none", far.shape)
-        over_tokens = base._ChunkedLoss.apply(E, C, None, far, -100, "none", 4, base.rows_of_logits)
+        over_tokens = base._ChunkedLoss.apply(E, C, far, -100, "none", 4, base.rows_of_logits)
         for got in (losses, over_tokens):
             base.require(got.isnan().tolist() == 4 * [False] + 2 * [True] and got[2] == 0, f"{backend}: losses {got}")
 
@@ -1244,7 +1251,7 @@ def rungs_for(E, C, x, device):
         return found
     found += [("v2 atomics", atomic_loss_and_gradients, None), ("v3 one writer each", v3_loss, None)]
     for size in (WORKSPACE, tokens_bytes(N, V, D, 2, 2, max(1024, N // 4)), kept_bytes(N, V, 2)):
-        plan = plan_for(E, C, None, "mean", False, "triton", size)
+        plan = plan_for(E, C, True, "mean", False, "triton", size)
         loss = functools.partial(linear_cross_entropy, workspace=size)
         found += [(f"v4 {plan.order}, {size / MIB:.0f} MiB", loss, plan)]
     return found

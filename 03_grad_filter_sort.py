@@ -1361,9 +1361,10 @@ def linear_cross_entropy(
         how = Filter(rule, eps, filter, sort, fetched, width, stats, join)
         pair = _FilteredCrossEntropy.apply(E, C, bias, x - start if start else x, counted, softcap, how)
     else:
-        plan = cce.plan_for(E, C, softcap, reduction, return_lse, backend, workspace, sink)
+        plain = bias is None and softcap is None
+        plan = cce.plan_for(E, C, plain, reduction, return_lse, backend, workspace, sink)
         backend = "triton" if fetched else "torch"
-        block = cce.plan_for(E, C, softcap, reduction, return_lse, backend, workspace, sink, differentiable=False).block
+        block = cce.plan_for(E, C, plain, reduction, return_lse, backend, workspace, sink, differentiable=False).block
         stats = return_stats if reused else SparseStats()
         how = Sparse(gradient, SPARSE_EPS if filter_eps == "auto" else filter_eps, max_error, plan.passes, block,
                      sparse_room(*C.shape, E.dtype, workspace), backend, stats, sink)
