@@ -718,6 +718,14 @@ def default_device():
 
 
 # ==== 6. The command line of a stage ==================================================================================
+#
+# Each file of this series is run in the same way, and says by its exit status what came of it:
+#
+#     (no flags)        checks, then measurements            0 all holds       1 a check or a claim fails
+#     --check [NAME]    checks only, or one of them          0                 1
+#     --break NAME      one check, with a bug planted        0 not caught      1 caught, as a real bug would be
+#
+# and in each case 2 for a user's mistake, in one line that names the fix. A programmer's mistake keeps its traceback.
 
 
 def named(checks, only=None):
@@ -771,10 +779,7 @@ def stage_parser(namespace):
 
 def run_stage(namespace, following):
     """The command line of a stage, whose globals() are given; returns the exit status. --check: CHECKS, or where they
-    need more than a device check_all(device, only, args). Otherwise body(device, ledger, args), which checks, too.
-
-    0 when every check and claim holds, 1 when one fails (or a planted bug is caught), 2 for bad input (or when
-    anything but the check fails)."""
+    need more than a device check_all(device, only, args). Otherwise body(device, ledger, args), which checks, too."""
     args, script = stage_parser(namespace).parse_args(), Path(namespace["__file__"]).name
     if args.bug:
         return run_break(namespace, args.bug)
@@ -807,6 +812,10 @@ def run_stage(namespace, following):
 
 
 # ==== 7. Checks. Each --break plants one bug that one of them must catch ==============================================
+#
+# A check is worth what it can fail on. So each compares with something that was made in another way (torch's own
+# function, the paper's digits, the same model in complex numbers), on shapes that do not divide evenly, in fp64 where
+# rounding would hide an error, and with tolerances of a few roundings of the dtype, not of the size of the values.
 
 
 def require(condition, message):
