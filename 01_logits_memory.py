@@ -1047,6 +1047,9 @@ def check_command_line():
     def check_fails():
         raise AssertionError("this one fails")
 
+    def check_ends():
+        raise RuntimeError("a bug")
+
     wrong = lambda device, ledger, args: ledger.row("claim", "formula", 1, 2)  # noqa: E731
     full = RuntimeError("can't allocate 9 TB")
     for flags, check, work, status, said in (
@@ -1061,6 +1064,7 @@ def check_command_line():
         ("", check_nothing, mock.Mock(side_effect=RuntimeError("a bug")), None, "a bug"),
         ("--break bug", check_nothing, None, 0, "NOT caught by check_nothing"),
         ("--break bug", check_fails, None, 1, "caught by check_fails: this one fails"),
+        ("--break bug", check_ends, None, 2, "check_ends broke down: RuntimeError: a bug"),
     ):
         names = dict(__file__="stage.py", __doc__="A stage.", BREAKS={"bug": (check, "anything", None)}, body=work,
                      add_arguments=lambda parser: parser.add_argument("--more"),
