@@ -426,9 +426,8 @@ def atomic_loss_and_gradients(E, C, targets, eps=0.0):
 #
 # The loss. A program keeps what it finds of a tile, partial[t, n], the lse of row n over column tile t. Nobody else
 # writes there: no lock. A second, tiny step merges V / BLOCK_V numbers a row, always in the same order: the same bits
-# in every run. Gemma 2 2B and tiles of 256
-# classes: 1,000 numbers for each of 8,192 rows, 31 MiB, and as much for their exponentials. The target's logit comes
-# from Algorithm 1.
+# in every run. (Gemma 2 2B in v4's tiles of 256 classes: 1,000 numbers for each of 8,192 rows, 31 MiB, and as much for
+# their exponentials.) The target's logit comes from Algorithm 1.
 #
 # The gradients. A slice of G is written to memory in 16 bits, 2 N W bytes, and two library products make it dE and dC,
 # again in a fixed order. The logits stay in fp32 registers until they have become G: rounding them to bf16 first, as a
