@@ -777,6 +777,7 @@ def stage_parser(namespace):
     return parser
 
 
+@np.errstate(all="ignore")  # interpreted kernels are NumPy, which warns of the inf that a GPU makes in silence
 def run_stage(namespace, following):
     """The command line of a stage, whose globals() are given; returns the exit status. --check: CHECKS, or where they
     need more than a device check_all(device, only, args). Otherwise body(device, ledger, args), which checks, too."""
@@ -786,14 +787,12 @@ def run_stage(namespace, following):
     device, ledger = default_device(), Ledger()
     print(describe_device(device))
     try:
-        # The interpreter is NumPy, which warns where a GPU silently makes the inf that the kernels then handle.
-        with np.errstate(all="ignore"):
-            if args.check is None:
-                namespace["body"](device, ledger, args)
-            elif "check_all" in namespace:
-                namespace["check_all"](device, args.check, args)
-            else:
-                run_checks(namespace["CHECKS"], device, args.check)
+        if args.check is None:
+            namespace["body"](device, ledger, args)
+        elif "check_all" in namespace:
+            namespace["check_all"](device, args.check, args)
+        else:
+            run_checks(namespace["CHECKS"], device, args.check)
     except AssertionError as error:
         print(f"CHECK FAILED: {error}")
         return 1
