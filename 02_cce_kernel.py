@@ -45,6 +45,7 @@ from collections import namedtuple
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -983,11 +984,16 @@ def check_equal(N=70, V=203, D=72, dtype=torch.float32, device="cpu", seed=0, bi
 
 
 def check_shapes(device="cpu"):
-    """check_equal on awkward shapes: with bias, with a softcap, and of the rungs one by one."""
-    for seed, dtype in enumerate((torch.float32, torch.bfloat16)):
-        check_equal(66, 130, 72, dtype, device, seed)
-        check_equal(33, 65, 130, dtype, device, seed, softcap=2.0)
-        check_equal(66, 130, 24, dtype, device, seed, bias=False)
+    """check_equal on awkward shapes: with bias, with a softcap, and of the rungs one by one. And in fp64."""
+    unwritten = lambda E, columns, right=empty_gradient: right(E, columns).fill_(math.nan)  # noqa: E731
+    with mock.patch.object(sys.modules[__name__], "empty_gradient", unwritten):  # new memory may hold the right G
+        for seed, dtype in enumerate((torch.float32, torch.bfloat16)):
+            check_equal(66, 130, 72, dtype, device, seed)
+            check_equal(33, 65, 130, dtype, device, seed, softcap=2.0)
+            check_equal(66, 130, 24, dtype, device, seed, bias=False)
+    E, C, b, x = base.random_problem(20, 70, 8, device=device)
+    for got, want in zip(gradients_of(linear_cross_entropy, E, C, b, x), exact_gradients(E, C, b, x), strict=True):
+        base.require(error(got, want) < 1e-14, f"fp64: relative error {error(got, want):.1e}")
     check_equal(20, 70, 40, torch.float16, device)
     check_equal(20, 600, 8, torch.bfloat16, device)  # more than eight column tiles, where they are interpreted
     check_equal(20, 70, 8, torch.float32, device, softcap=1000.0)  # tanh near 0, where the textbook formula cancels
