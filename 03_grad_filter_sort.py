@@ -35,15 +35,20 @@ References
     Cut Your Losses in Large-Vocabulary Language Models, arXiv 2411.09009: filter and sorting, figure 3.
 
 Left out on purpose: kernels for GPUs before Hopper (they run blocked PyTorch), orders and heads kept from an earlier
-step (this step's own are cheap), biases and softcaps in the sparse gradient.
+step (this step's own are cheap), softcaps in the sparse gradient.
 """
 
 import functools
 import importlib
 import json
 import math
+import os
+import platform
 import statistics
 import sys
+import sysconfig
+import zlib
+from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -86,7 +91,7 @@ def probability_by_rank(E, C, eps=2**-12, block=256):
     entries above eps."""
     ranked, above = torch.zeros(C.shape[0], dtype=torch.float64, device=E.device), 0
     for start, stop in cce.pieces(E.shape[0], block):
-        p = torch.softmax(cce.block_logits(E[start:stop], C, None, None), 1)  # (block, V)
+        p = torch.softmax(cce.block_logits(E[start:stop], C), 1)  # (block, V)
         above += (p >= eps).sum().item()
         ranked += p.sort(1, descending=True).values.sum(0)
     return ranked / E.shape[0], above / E.shape[0] / C.shape[0]
@@ -109,6 +114,50 @@ def show_phenomenon(E, C, name):
           f"{bool(one.float() + half.float() == one.float())}")
 
 
+# Text to train on, here and in later files, has to be on every machine: it is the source of Python's own library, ten
+# or twenty MiB (`packages`: and of what else is installed). There are two ways to cut it, neither of which needs a
+# tokenizer; the second has a vocabulary as large as that of a real one:
+#
+#     "bytes"     "defs" -> 100, 101, 102, 115                     V = 256
+#     "bigrams"   "defs" -> 100 + 256 * 101, 102 + 256 * 115       V = 65,536
+#
+# To validate on, whole files are held out, so that no text is in both parts, until they make 1 % and at least 64 KiB.
+# A checksum of their names picks them: all over the library, and the same ones when a run is resumed.
+
+# train, val: 1-d arrays of tokens (uint8 or uint16); bytes that a token stands for; where the text came from
+Corpus = namedtuple("Corpus", "train val vocab bytes_per_token origin")
+
+
+def source_files(kind="stdlib"):
+    """Python source in a folder of this installation ("stdlib", "purelib"), sorted, without tests."""
+    for folder, folders, names in os.walk(sysconfig.get_paths()[kind]):
+        skip = {"test", "tests", "idle_test", "__pycache__", "site-packages", "dist-packages"}
+        folders[:] = sorted(set(folders) - skip)
+        yield from (Path(folder, name) for name in sorted(names) if name.endswith(".py"))
+
+
+def corpus(tokens="bytes", packages=False, limit=256 * MIB):
+    """The text, or the first `limit` bytes of it in whole files, as tokens. BadInput when there is too little."""
+    files, size = {}, 0  # {name: text}
+    for kind in ("stdlib", "purelib") if packages else ("stdlib",):
+        for path in source_files(kind):
+            if size + path.stat().st_size <= limit:
+                files[path.relative_to(sysconfig.get_paths()[kind])] = text = path.read_bytes()
+                size += len(text)
+    base.refuse(
+        (tokens not in ("bytes", "bigrams"), f"tokens is {tokens!r}: use 'bytes' or 'bigrams'"),
+        (size < MIB, f"only {size} bytes of Python source are installed here: pass a text with --data FILE"),
+    )
+    order = sorted(files, key=lambda name: zlib.crc32(str(name).encode()))
+    sizes = np.cumsum([len(files[name]) for name in order])
+    held = set(order[: 1 + np.searchsorted(sizes, max(64 * 1024, size // 100))])
+    parts = (b"".join(text for name, text in files.items() if (name in held) is side) for side in (False, True))
+    width = 1 if tokens == "bytes" else 2  # of an even number of bytes: both stand for the same text
+    train, val = (np.frombuffer(part[: len(part) // 2 * 2], f"<u{width}") for part in parts)
+    origin = f"standard library of Python {platform.python_version()}" + " and installed packages" * packages
+    return Corpus(train, val, 256**width, width, f"{origin}, {len(files)} files")
+
+
 def small_config(device):
     """(configuration, sequences a step, steps) for seconds of training on pairs of bytes, on a CPU of ASCII bytes."""
     if device.type == "cuda":
@@ -124,7 +173,7 @@ def train_small(device, loss, seed=0):
     with device:
         model = base.GPT(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3 if device.type == "cuda" else 2e-2, fused=True)
-    text, rng = base.corpus("bigrams", limit=16 * MIB).train, np.random.default_rng(seed)
+    text, rng = corpus("bigrams", limit=16 * MIB).train, np.random.default_rng(seed)
     if config.vocab == 128**2:
         text = text[(text & 0x8080) == 0]
         text = (text >> 8) * 128 + (text & 0x7F)
@@ -161,7 +210,7 @@ def load_checkpoint(folder, device):
         raise base.BadInput(f"--checkpoint {folder}: trained on {flags['data']}: pass a model of the built-in corpus")
     model = base.GPT(base.GPTConfig(*(flags[name] for name in ("vocab", "seq", "layers", "heads", "dim"))))
     model.load_state_dict(torch.load(files[-1].with_suffix(".pt"), map_location="cpu", weights_only=True)["model"])
-    text = base.corpus(flags["tokens"], packages=record["packages"]).val  # cut as train.py did
+    text = corpus(flags["tokens"], packages=record["packages"]).val  # cut as train.py did
     wanted = 8192 if device.type == "cuda" else 1024  # tokens
     count = min(max(1, wanted // flags["seq"]), (len(text) - 1) // flags["seq"])
     tokens = torch.from_numpy(text[: count * flags["seq"] + 1].astype(np.int64)).to(device)
@@ -258,14 +307,14 @@ def default_eps(rule, dtype):
 # ==== 3. Sorting: an order for the vocabulary, and slices of C in that order ==========================================
 
 
-def vocabulary_order(E, C, bias=None, counted=None):
+def vocabulary_order(E, C, counted=None):
     """Classes (V,) by falling average logit over the counted rows of E (N, D); ties keep their order. The average of a
     product with C is the product of the average: no logits are needed, where the paper gathers them in its forward.
     (A softcap is monotone and hardly changes an order: it is left out.)"""
     sums, narrow = base.product_dtypes(E)
     counted = torch.ones(E.shape[0], dtype=torch.bool, device=E.device) if counted is None else counted
     mean = weighted_rows(base.token_weights(counted), E)[None]  # (1, D)
-    logits = torch.zeros(C.shape[0], dtype=sums, device=C.device) if bias is None else bias.to(sums, copy=True)  # (V,)
+    logits = torch.zeros(C.shape[0], dtype=sums, device=C.device)  # (V,)
     for start, stop in cce.pieces(C.shape[0], 2**16):
         cce.add_to(logits[None, start:stop], mean.to(narrow), C[start:stop].T)
     return torch.sort(logits, descending=True, stable=True).indices
@@ -282,14 +331,14 @@ def inverse(order):
     return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
-def slices(C, bias, order, width):
-    """Yield (start, stop, classes (W,), their rows of C (W, D), of bias (W,)), slice by slice in the order (V,). One
+def slices(C, order, width):
+    """Yield (start, stop, classes (W,), their rows of C (W, D)), slice by slice in the order (V,). One
     buffer takes the gathered rows of each slice in turn: 2 V D bytes read and written, a twentieth of a pass."""
     buffer = torch.empty(min(width, C.shape[0]), C.shape[1], dtype=C.dtype, device=C.device)
     for start, stop in cce.pieces(C.shape[0], width):
         classes = order[start:stop]
         rows = torch.index_select(C, 0, classes, out=buffer[: stop - start])
-        yield start, stop, classes, rows, None if bias is None else bias[classes]
+        yield start, stop, classes, rows
 
 
 # ==== 4. The two rules, in plain PyTorch ==============================================================================
@@ -352,7 +401,7 @@ if INTERPRETED:
     COLUMNS = dict(ROWS=32, COLS=128, ENTRIES=2, SPAN=3)
 
 fetched_logits, tile_softmax, tile_gradient, dot = cce.fetched_logits, cce.tile_softmax, cce.tile_gradient, cce.dot
-next_logits, bias_and_cap, mask_tail, exponentials = cce.next_logits, cce.bias_and_cap, cce.mask_tail, cce.exponentials
+next_logits, tanh, mask_tail, exponentials = cce.next_logits, cce.tanh, cce.mask_tail, cce.exponentials
 LOG2E, UPCAST = cce.LOG2E, cce.UPCAST
 
 
@@ -367,7 +416,7 @@ def fused_multiply_add(a, b, c):
 
 @triton.jit
 def listed_gradient_kernel(
-    E, C, G, bias, softcap, targets, lse, g_softmax, g_target, threshold, tiles, count, keep, N, V, D,
+    E, C, G, softcap, targets, lse, g_softmax, g_target, threshold, tiles, count, keep, N, V, D,
     DECIDE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
@@ -378,7 +427,9 @@ def listed_gradient_kernel(
         tile = tl.load(tiles + i)
         row, col = tile // col_tiles * BLOCK_N, tile % col_tiles * BLOCK_V
         rows, cols = row + tl.arange(0, BLOCK_N), col + tl.arange(0, BLOCK_V)
-        logits = bias_and_cap(fetched_logits(E, C, row, col, D, BLOCK_N, BLOCK_V, BLOCK_D), bias, softcap, cols, V)
+        logits = fetched_logits(E, C, row, col, D, BLOCK_N, BLOCK_V, BLOCK_D)
+        if softcap is not None:
+            logits = softcap * tanh(logits / softcap)
         inside = rows < N
         row_lse, x = tl.load(lse + rows, mask=inside, other=0.0), tl.load(targets + rows, mask=inside, other=-1)
         if DECIDE:
@@ -434,7 +485,7 @@ def descriptor(matrix, *block):
     return cce.TensorDescriptor.from_tensor(matrix, list(block))
 
 
-def listed_gradient(G, E, C, targets, lse, g_softmax, g_target, bias, softcap, keep, threshold=None):
+def listed_gradient(G, E, C, targets, lse, g_softmax, g_target, softcap, keep, threshold=None):
     """Fill those tiles of G (N, W) that keep (row tiles, tiles) lists. With a threshold (N,) also return the keep that
     the paper's rule decides for them."""
     (N, D), W, decide = E.shape, C.shape[0], threshold is not None
@@ -442,7 +493,7 @@ def listed_gradient(G, E, C, targets, lse, g_softmax, g_target, bias, softcap, k
     hits = torch.empty(keep.shape if decide else (1, 1), dtype=torch.int32, device=E.device)
     listed_gradient_kernel[cce.programs(E)](
         cce.fetched(E, "BLOCK_N", "BLOCK_D"), cce.fetched(C, "BLOCK_V", "BLOCK_D"),
-        cce.fetched(G, "BLOCK_N", "BLOCK_V"), bias, softcap, targets, lse, g_softmax, g_target,
+        cce.fetched(G, "BLOCK_N", "BLOCK_V"), softcap, targets, lse, g_softmax, g_target,
         threshold, tiles, count, hits, N, W, D, DECIDE=decide, **cce.TILES["descriptors"],
     )
     return hits > 0 if decide else keep
@@ -629,7 +680,7 @@ def lower_bound(E, C, x, counted, found, eps, backend):
     """lse over the head (N,), the target's logit (N,), and the logit (N,) up to which p is certainly below eps."""
     lse_head, _ = cce.lse_and_target(E, C[found.head], torch.full_like(x, -1), backend=backend)
     if backend == "triton":
-        target_logit = cce.indexed_logits(E, C, x, None, None)
+        target_logit = cce.indexed_logits(E, C, x)
     else:
         target_logit = class_logits(E, C, x.clamp(min=0))
     lse_tail = tail_at_least(E, found.mean_tail, found.entropy)
@@ -726,7 +777,7 @@ def blocked_entries(E, C, x, threshold, head):
     lse, found = torch.full_like(threshold, -math.inf), []
     in_head = torch.zeros(C.shape[0], dtype=torch.bool, device=C.device).index_fill_(0, head, True)
     for start, stop in cce.pieces(C.shape[0], max(256, cce.CPU_BLOCK // len(E))):
-        logits = cce.block_logits(E, C[start:stop], None, None)  # (N, W)
+        logits = cce.block_logits(E, C[start:stop])  # (N, W)
         lse = cce.merge(torch.stack((lse, logits.logsumexp(1))))
         wanted = logits > threshold.unsqueeze(1)
         inside = (x >= start) & (x < stop)
@@ -796,7 +847,7 @@ def candidate_kernel(
     threshold or the target, and not in the head; and counts (column tiles, N) of them."""
     count, width = tl.cdiv(N, BLOCK_N) * tl.cdiv(V, BLOCK_V), tl.cdiv(V, BLOCK_V) * (BLOCK_V // 32)
     for index in tl.range(tl.program_id(0), count, tl.num_programs(0), flatten=True):
-        row, col, logits = next_logits(index, E, C, None, None, N, V, D, 0, 0, True, BLOCK_N, BLOCK_V, BLOCK_D)
+        row, col, logits = next_logits(index, E, C, None, N, V, D, 0, 0, True, BLOCK_N, BLOCK_V, BLOCK_D)
         logits = mask_tail(logits, col + tl.arange(0, BLOCK_V), V)
         top, tile_exp = exponentials(logits)
         rows, word = row + tl.arange(0, BLOCK_N), col // 32 + tl.arange(0, BLOCK_V // 32)
@@ -1088,7 +1139,7 @@ class _SparseCrossEntropy(torch.autograd.Function):
         place = torch.full((V,), -1, device=E.device).index_copy_(0, head, torch.arange(len(head), device=E.device))
         C_head, x_head = C[head], place[x.clamp(min=0)].where(x >= 0, -1)  # (H, D); (N,) targets as places in the head
         dC_head = torch.empty_like(C_head, dtype=lse.dtype if sink else None)
-        G = cce.gradient_slice(E, C_head, x_head, lse, g_softmax, g_target, None, None, how.backend)  # (N, H)
+        G = cce.gradient_slice(E, C_head, x_head, lse, g_softmax, g_target, None, how.backend)  # (N, H)
         cce.add_to(dE, G, C_head)
         cce.set_to(dC_head, G.T, E)
         del G
@@ -1126,8 +1177,8 @@ class _SparseCrossEntropy(torch.autograd.Function):
             stats.reset("exact", refused)
         del dE, dC, dC_head, columns
         return *cce.sliced_gradients(
-            wanted, E, C, None, x, lse, g_softmax, g_target, None, how.backend, how.block, sink
-        )[:2], *[None] * 7
+            wanted, E, C, x, lse, g_softmax, g_target, None, how.backend, how.block, sink
+        ), *[None] * 7
 
 
 def errors_left(E, C, x, counted, g_softmax, weight, found, eps, dE, norm_C):
@@ -1167,28 +1218,28 @@ class Filter(NamedTuple):
 
 
 class _FilteredCrossEntropy(torch.autograd.Function):
-    """(E, C, bias) -> lse (N,) and the target's logit (N,), both exact; their gradients filtered."""
+    """(E, C) -> lse (N,) and the target's logit (N,), both exact; their gradients filtered."""
 
     @staticmethod
     @cce.without_autocast
-    def forward(ctx, E, C, bias, targets, counted, softcap, how):
+    def forward(ctx, E, C, targets, counted, softcap, how):
         V = C.shape[0]
-        order = vocabulary_order(E, C, bias, counted) if how.sort else torch.arange(V, device=C.device)  # (V,)
+        order = vocabulary_order(E, C, counted) if how.sort else torch.arange(V, device=C.device)  # (V,)
         valid = counted & (targets >= 0) & (targets < V)
         position = inverse(order)[targets.where(valid, 0)].where(valid, -1)  # (N,) of each target, -1 for none
         partial, target_logit = [], torch.zeros_like(position, dtype=torch.promote_types(E.dtype, torch.float32))
-        for start, _, _, rows, part_bias in slices(C, bias, order, how.width):
+        for start, _, _, rows in slices(C, order, how.width):
             if how.fetched:
-                partial.append(cce.tile_lse(E, rows, part_bias, softcap))
+                partial.append(cce.tile_lse(E, rows, softcap))
             else:
-                logits = cce.block_logits(E, rows, part_bias, softcap)  # (N, W)
+                logits = cce.block_logits(E, rows, softcap=softcap)  # (N, W)
                 partial.append(torch.stack([tile.logsumexp(1) for tile in logits.split(TILE_V, 1)]))
                 target_logit += base.gather_targets(logits, position - start)
                 del logits
         partial = torch.cat(partial)  # (tiles, N)
         lse, keep = cce.merge(partial), None
         if how.fetched:
-            target_logit = cce.indexed_logits(E, C, targets.where(valid, -1), bias, softcap)
+            target_logit = cce.indexed_logits(E, C, targets.where(valid, -1), softcap)
         if how.join is not None:
             lse, target_logit = how.join(lse, target_logit)
         if how.which == "none":
@@ -1198,7 +1249,7 @@ class _FilteredCrossEntropy(torch.autograd.Function):
         if how.stats and keep is not None:
             how.stats.fill(keep, partial, lse, counted)
         partial = partial if how.stats and keep is None else None
-        ctx.save_for_backward(E, C, bias, order, position, counted, lse, keep, partial)
+        ctx.save_for_backward(E, C, order, position, counted, lse, keep, partial)
         ctx.how, ctx.softcap = how, softcap
         return lse, target_logit
 
@@ -1206,31 +1257,27 @@ class _FilteredCrossEntropy(torch.autograd.Function):
     @once_differentiable
     @cce.without_autocast
     def backward(ctx, grad_lse, grad_target):
-        E, C, bias, order, position, counted, lse, keep, partial = ctx.saved_tensors
+        E, C, order, position, counted, lse, keep, partial = ctx.saved_tensors
         how, softcap, decided = ctx.how, ctx.softcap, []
         g_softmax, g_target = grad_lse, -grad_target  # (N,): of softmax and onehot, as in 02
-        need_E, need_C, need_bias = ctx.needs_input_grad[:3]
+        need_E, need_C = ctx.needs_input_grad[:2]
         dE = torch.zeros(E.shape, dtype=lse.dtype, device=E.device) if need_E else None
-        db = torch.empty_like(bias) if need_bias else None
         dC = torch.empty_like(C) if need_C else None
         if need_C and how.fetched and INTERPRETED:
             dC = dC.float()  # the interpreter truncates what it stores as bf16
         buffer = cce.empty_gradient(E, min(how.width, C.shape[0])) if how.fetched else None
-        whole = how.which != "both" and (need_C or need_bias)  # somebody reads the dropped tiles, too
-        for start, stop, classes, rows, part_bias in slices(C, bias, order, how.width):
+        whole = how.which != "both" and need_C  # somebody reads the dropped tiles, too
+        for start, stop, classes, rows in slices(C, order, how.width):
             G = buffer[:, : stop - start] if how.fetched else None
             part_keep = None if keep is None else keep[:, start // TILE_V : -(-stop // TILE_V)]
             row_values = position - start, lse, g_softmax, g_target
-            G, part_keep = slice_of_gradient(
-                G, E, rows, *row_values, part_bias, softcap, counted, part_keep, whole, how
-            )
+            G, part_keep = slice_of_gradient(G, E, rows, *row_values, softcap, counted, part_keep, whole, how)
             decided.append(part_keep)
             #           blocked PyTorch (G dense)                       kernels (G made where listed)
             #   both    zero what is dropped, two dense products        two products over listed tiles
             #   dE      dC dense, then zero, dE dense                   dC dense, dE over listed tiles
             #   none    two dense products                              two dense products
-            # The bias's gradient is a plain sum over G, which for "both" has to be zero where it is dropped.
-            if how.which == "both" and (need_bias or not how.fetched):
+            if how.which == "both" and not how.fetched:
                 zero_dropped(G, part_keep)
             if need_C and how.which == "both" and how.fetched:
                 scatter_listed(dC, classes, G, E, part_keep)
@@ -1238,8 +1285,6 @@ class _FilteredCrossEntropy(torch.autograd.Function):
                 out = torch.empty(rows.shape, dtype=dC.dtype, device=dC.device)
                 dC.index_copy_(0, classes, cce.set_to(out, G.T, E))
                 del out
-            if need_bias:
-                db[classes] = G.sum(0, dtype=lse.dtype).to(db.dtype)
             if need_E and how.which != "none" and how.fetched:
                 add_listed(dE, G, rows, part_keep)
             elif need_E:
@@ -1248,15 +1293,15 @@ class _FilteredCrossEntropy(torch.autograd.Function):
             how.stats.fill(torch.cat(decided, 1), partial, lse, counted)
         del buffer, G, rows  # before dE in 16 bits is made
         dE, dC = None if dE is None else dE.to(E.dtype), None if dC is None else dC.to(C.dtype)
-        return dE, dC, db, *[None] * 4
+        return dE, dC, *[None] * 4
 
 
-def slice_of_gradient(G, E, C, targets, lse, g_softmax, g_target, bias, softcap, counted, keep, whole, how):
+def slice_of_gradient(G, E, C, targets, lse, g_softmax, g_target, softcap, counted, keep, whole, how):
     """G (N, W) of a slice C (W, D), and its tiles to keep (row tiles, tiles): given by the forward (rule "mass"), or
     None and decided here (rule "element"). With kernels, only those tiles are made, unless the whole of G is wanted."""
     decide = keep is None
     if not how.fetched:
-        logits = cce.block_logits(E, C, bias, softcap)  # (N, W)
+        logits = cce.block_logits(E, C, softcap=softcap)  # (N, W)
         if decide:
             peaks = torch.stack([tile.amax(1) for tile in logits.split(TILE_V, 1)])  # (tiles, N)
             here = targets.where(targets < C.shape[0], -1)
@@ -1265,7 +1310,7 @@ def slice_of_gradient(G, E, C, targets, lse, g_softmax, g_target, bias, softcap,
     every = torch.ones(-(-E.shape[0] // TILE_N), -(-C.shape[0] // TILE_V), dtype=torch.bool, device=E.device)
     threshold = torch.full_like(lse, how.eps).where(counted, math.inf) if decide else None
     listed = every if decide or whole else keep
-    decision = listed_gradient(G, E, C, targets, lse, g_softmax, g_target, bias, softcap, listed, threshold)
+    decision = listed_gradient(G, E, C, targets, lse, g_softmax, g_target, softcap, listed, threshold)
     return G, decision if decide else keep
 
 
@@ -1291,10 +1336,10 @@ def linear_cross_entropy(
     the paper's: |softmax - onehot| < filter_eps everywhere; or "mass": each row's softmax sums to less than filter_eps
     over the tile. Tiles with a target stay; rows that are ignored (and have no gradient through lse) do not count.
     filter_eps: "auto" is finfo.eps / 32 for "element" (bf16: 2^-12), twice that for "mass". filter: which product
-    leaves them out. "both"; "dE", which keeps dC (and the bias's gradient) exact, as pretraining needs; or "none".
+    leaves them out. "both"; "dE", which keeps dC exact, as pretraining needs; or "none".
     sort: tiles are cut from the vocabulary sorted by average logit, else from its own order.
     "sparse": of the classes outside the head, only entries with softmax >= filter_eps ("auto": 2^-12) and targets; the
-    rest by a correction of rank 1. Exact only if the entries do not fit `workspace`. No bias, no softcap.
+    rest by a correction of rank 1. Exact only if the entries do not fit `workspace`. No softcap.
     "auto": "sparse" if a sample of this very call's rows says that it is faster than "exact" (by figures of an H200),
     drops at most half of the probability, and leaves an error of dE (relative, Frobenius) of at most max_error; else
     "exact". Backward knows what every row dropped, estimates the errors of dE and dC from that, the sample, and another
@@ -1333,8 +1378,8 @@ def linear_cross_entropy(
                             "'auto'")
     if gradient == "filter" and sink:
         raise base.BadInput("gradient is 'filter', which leaves no slice of dC whole: a sink takes the others")
-    if gradient == "sparse" and not bias is softcap is None:
-        raise base.BadInput("gradient is 'sparse', which takes no bias and no softcap: use 'exact' or 'filter'")
+    if gradient == "sparse" and softcap is not None:
+        raise base.BadInput("gradient is 'sparse', which takes no softcap: use 'exact' or 'filter'")
     if gradient in ("sparse", "auto") and shard:
         raise base.BadInput(f"gradient is {gradient!r}, but C is a slice of the vocabulary: use 'exact' or 'filter'")
     wish = backend
@@ -1346,7 +1391,7 @@ def linear_cross_entropy(
     if gradient == "exact":
         return exact()
     shape, x = targets.shape, targets.reshape(-1)
-    E, C = cce.kernel_inputs(E.reshape(-1, C.shape[1]), C)
+    E, C = cce.kernel_inputs(*cce.with_bias(E.reshape(-1, C.shape[1]), C, bias))
     fetched = backend == "triton" and cce.takes_descriptors(E, C)
     if wish == "triton" and not fetched and E.numel():
         raise base.BadInput(f"backend is 'triton' but E is {E.dtype}, {E.shape[1]} wide: the kernels of 03 need Hopper "
@@ -1359,16 +1404,15 @@ def linear_cross_entropy(
         stats = FilterStats(rule, eps) if return_stats else None
         width = slice_width(*E.shape, E.device, E.dtype, workspace, filter)
         how = Filter(rule, eps, filter, sort, fetched, width, stats, join)
-        pair = _FilteredCrossEntropy.apply(E, C, bias, x - start if start else x, counted, softcap, how)
+        pair = _FilteredCrossEntropy.apply(E, C, x - start if start else x, counted, softcap, how)
     else:
-        plain = bias is None and softcap is None
-        plan = cce.plan_for(E, C, plain, reduction, return_lse, backend, workspace, sink)
+        plan = cce.plan_for(E, C, softcap, reduction, return_lse, backend, workspace, sink)
         backend = "triton" if fetched else "torch"
-        block = cce.plan_for(E, C, plain, reduction, return_lse, backend, workspace, sink, differentiable=False).block
+        block = cce.plan_for(E, C, softcap, reduction, return_lse, backend, workspace, sink, differentiable=False).block
         stats = return_stats if reused else SparseStats()
         how = Sparse(gradient, SPARSE_EPS if filter_eps == "auto" else filter_eps, max_error, plan.passes, block,
                      sparse_room(*C.shape, E.dtype, workspace), backend, stats, sink)
-        pair = sparse_lse(E, C, bias, x, counted, softcap, how)
+        pair = sparse_lse(E, C, x, counted, softcap, how)
     if pair is None:
         results = exact()
         results = list(results) if return_lse else [results]
@@ -1380,10 +1424,10 @@ def linear_cross_entropy(
     return tuple(results) if len(results) > 1 else results[0]
 
 
-def sparse_lse(E, C, bias, targets, counted, softcap, how):
+def sparse_lse(E, C, targets, counted, softcap, how):
     """lse (N,) and the target's logit (N,), with sparse gradients; or None, and the reason in the statistics."""
     (N, _), V, stats = E.shape, C.shape[0], how.stats
-    if not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (E, C, bias))) or N == 0:
+    if not (torch.is_grad_enabled() and (E.requires_grad or C.requires_grad)) or N == 0:
         stats.reset("exact", "no gradient is wanted")
         return None
     if E.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -1391,8 +1435,8 @@ def sparse_lse(E, C, bias, targets, counted, softcap, how):
                             "capture it: use 'exact'")
     refused = None
     if how.gradient == "auto":  # what needs no look at the numbers
-        if not bias is softcap is None:
-            refused = "a bias or a softcap, which the sparse gradient does not take"
+        if softcap is not None:
+            refused = "a softcap, which the sparse gradient does not take"
         elif E.is_cuda and how.backend == "torch":
             refused = "no kernels for these inputs: they need Hopper, and 16-bit rows of whole 16 bytes"
         elif not sparse_passes(N, V, E.shape[1], 0.0, E.device) < how.passes:
@@ -1428,7 +1472,7 @@ def sparse_problem(device, dtype=torch.float32, seed=0, D=40, row_tiles=3, tiles
     tile share a few targets, so that some tiles hold none; the bias gives the vocabulary's own order some structure."""
     E, C, x = trained_problem(row_tiles * TILE_N - 6, tiles * TILE_V - 4, D, dtype, device, seed)
     n = torch.arange(len(x), device=device)
-    bias = torch.linspace(-2, 2, C.shape[0], device=device).requires_grad_()
+    bias = torch.linspace(-2, 2, C.shape[0], device=device, dtype=dtype).requires_grad_()
     x, ignored = x[n // TILE_N * TILE_N + n % 5], n % 7 == 0
     rare = (8 * C[:, 0] + bias).argsort()
     x[1::TILE_N] = rare[0]  # a target of hardly any probability: nothing else keeps its tile
@@ -1468,7 +1512,7 @@ def check_filter(device="cpu", dtype=torch.float32, rule="mass", which="both", s
     E, C, bias, x = sparse_problem(device, dtype, seed)
     weight = torch.linspace(0.5, 1.5, len(x), device=device)
     counted = torch.ones_like(x, dtype=torch.bool) if lse_weight else x >= 0
-    order = vocabulary_order(E, C, bias, counted) if sort else torch.arange(C.shape[0], device=device)
+    order = vocabulary_order(*cce.with_bias(E, C, bias), counted) if sort else torch.arange(C.shape[0], device=device)
     position = inverse(order)[x.clamp(min=0)]
     held = torch.zeros(-(-len(x) // TILE_N), -(-len(order) // TILE_V), dtype=torch.bool, device=device)
     for row in (x >= 0).nonzero().flatten().tolist():
@@ -1763,7 +1807,7 @@ def check_order(device="cpu"):
     """The order is that of the average logit over the rows that count, and each class appears once."""
     for dtype in (torch.float32, torch.bfloat16):
         E, C, bias, x = (t.detach() for t in sparse_problem(device, dtype))
-        order = vocabulary_order(E, C, bias, x >= 0)
+        order = vocabulary_order(*cce.with_bias(E, C, bias), x >= 0)
         average = (E[x >= 0].double() @ C.double().T + bias).mean(0)[order]  # (V,)
         base.require(torch.equal(order.sort().values, torch.arange(len(order), device=device)), "order: no permutation")
         climb = (average - average.cummin(0).values).max().item()
@@ -1828,15 +1872,27 @@ def check_bad_input(device="cpu"):
              "filter_eps is 'small'": dict(filter_eps="small"), "softcap": dict(softcap=-1.0),
              "backend is 'triton'": dict(backend="triton"), "workspace": dict(workspace=-1),
              "max_error": dict(max_error=0.1), "max_error is 0": dict(gradient="auto", max_error=0),
-             "no bias": dict(gradient="sparse", bias=b), "no softcap": dict(gradient="sparse", softcap=2.0),
+             "no softcap": dict(gradient="sparse", softcap=2.0),
              "rule": dict(gradient="auto", rule="element")}
     for words, options in cases.items():
         base.must_raise(words, functools.partial(linear_cross_entropy, E, C, x, **{"gradient": "filter"} | options))
 
 
-CHECKS = [check_filter, check_kernels, check_autograd_modes, check_order, check_permutation, check_nothing_dropped]
-CHECKS += [check_sparse, check_sparse_kernels, check_survey, check_lower_bound, check_pieces, check_auto, check_room]
-CHECKS += [check_reductions, check_bad_input]
+def check_corpus():
+    """At most `limit` bytes, the same every time; whole files, none of them in both parts; 1 % to validate on."""
+    one, again = corpus("bytes", limit=2 * MIB), corpus("bigrams", limit=2 * MIB)
+    base.require((one.vocab, again.vocab, again.bytes_per_token) == (256, 65536, 2), f"{one[2:]}, {again[2:]}")
+    base.require(bytes(one.train)[: again.train.nbytes] == again.train.tobytes(), "other text in bigrams than in bytes")
+    sizes = one.train.nbytes, one.val.nbytes
+    base.require(1.9 * MIB < sum(sizes) <= 2 * MIB and 64 * 1024 <= sizes[1] < sizes[0] / 8, f"{sizes} bytes")
+    base.require(bytes(one.val[:5000]) not in bytes(one.train), "a text to validate on is in the text to train on")
+    base.must_raise("--data", functools.partial(corpus, limit=1000))
+    base.must_raise("tokens is 'words'", functools.partial(corpus, "words"))
+
+
+CHECKS = [check_corpus, check_filter, check_kernels, check_autograd_modes, check_order, check_permutation]
+CHECKS += [check_nothing_dropped, check_sparse, check_sparse_kernels, check_survey, check_lower_bound, check_pieces]
+CHECKS += [check_auto, check_room, check_reductions, check_bad_input]
 
 # The bugs of --break.
 
@@ -1855,7 +1911,7 @@ def _first_tiles(keep):
         keep.sum(1, dtype=torch.int32)
 
 
-def _by_row_norm(E, C, bias=None, counted=None):
+def _by_row_norm(E, C, counted=None):
     return torch.sort(C.float().norm(dim=1), descending=True, stable=True).indices
 
 

@@ -1376,7 +1376,7 @@ class Classes(NamedTuple):
     def write(self, state, out, top, left, add):
         for start, stop in cce.pieces(len(out), self.block):
             C = state.weight.detach()[top + start : top + stop].to(self.E.dtype)  # (W, D)
-            G = cce.gradient_slice(self.E, C, self.targets - (top + start), *self[2:5], None, *self[5:7])  # (N, W)
+            G = cce.gradient_slice(self.E, C, self.targets - (top + start), *self[2:7])  # (N, W)
             weight_gradient(G, self.E, out[start:stop], add)
 
 

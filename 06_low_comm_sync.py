@@ -67,6 +67,7 @@ from torch import nn
 
 base = importlib.import_module("01_logits_memory")
 cce = importlib.import_module("02_cce_kernel")
+filtering = importlib.import_module("03_grad_filter_sort")
 forging = importlib.import_module("04_fused_optimizer")
 parallel = importlib.import_module("05_parallelism")
 HAS_TRITON, MIB, require, must_raise = base.HAS_TRITON, base.MIB, base.require, base.must_raise
@@ -2137,7 +2138,7 @@ class TinyWorker:
 
 @functools.cache
 def text():
-    return base.corpus(limit=4 * MIB)
+    return filtering.corpus(limit=4 * MIB)
 
 
 def windows(data, generator, count, seq):

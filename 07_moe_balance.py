@@ -67,6 +67,7 @@ from torch.autograd.function import once_differentiable
 
 base = importlib.import_module("01_logits_memory")
 cce = importlib.import_module("02_cce_kernel")
+filtering = importlib.import_module("03_grad_filter_sort")
 forging = importlib.import_module("04_fused_optimizer")
 parallel = importlib.import_module("05_parallelism")
 HAS_TRITON, INTERPRETED, MIB, require = base.HAS_TRITON, base.INTERPRETED, base.MIB, base.require
@@ -1122,7 +1123,7 @@ def domain_texts(size_=2**18, seed=0):
     decimal numbers, and random bytes in base64."""
     generator = np.random.default_rng(seed)
     source, documentation = [], []
-    for path in base.source_files():
+    for path in filtering.source_files():
         text = path.read_text(encoding="utf-8", errors="ignore")
         found = [ast.get_docstring(node, clean=False) for node in ast.walk(ast.parse(text))
                  if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))]

@@ -273,7 +273,7 @@ def load_data(args, packages):
     """Training and validation windows by the flags. Without --val, 1 % of the tokens are held out. ValueError on data
     that cannot be used, or that a resumed run was not trained on."""
     if args.data is None:
-        text = base.corpus(args.tokens, packages)
+        text = filtering.corpus(args.tokens, packages)
         names, shards, val_names, val_shards = ["corpus"], [text.train], ["corpus"], [text.val]
         bytes_per_token, origin = text.bytes_per_token, text.origin
     else:
