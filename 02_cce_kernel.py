@@ -834,12 +834,13 @@ def linear_cross_entropy(
 def with_bias(E, C, bias):
     """E (N, D + 8), C (V, D + 8): a bias is one more column of C, beside a column of ones. Kernels need not know of it
     (one peer's subtracted it once per BLOCK_D columns: apple/ml-cross-entropy issue 52). It costs a copy of E and C;
-    seven columns of zeros keep rows at multiples of 16 bytes. A class is switched off, -inf, by a number whose exp is 0
-    as well: 0 x -inf would be NaN."""
+    seven columns of zeros keep rows at multiples of 16 bytes. The -inf that switches a class off is made -16384, whose
+    exp is 0 as well: 0 x -inf is NaN, and near 1e38 the two products in `exponentials`, of which an FMA rounds one,
+    differ by more than exp can bear."""
     if bias is None:
         return E, C
     ones = F.pad(E.new_ones(len(E), 1), (0, 7))  # (N, 8)
-    column = bias.to(C.dtype).clamp(min=torch.finfo(C.dtype).min / 2)  # (V,)
+    column = bias.to(C.dtype).clamp(min=-16384)  # (V,)
     return torch.cat((E, ones), 1), torch.cat((C, F.pad(column[:, None], (0, 7))), 1)
 
 
