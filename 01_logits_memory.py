@@ -77,7 +77,7 @@ def refuse(*cases):
             raise BadInput(text)
 
 
-# ==== 1. The reference: everything materialised, obviously correct ====
+# ==== 1. The reference: everything materialised, obviously correct ====================================================
 #
 # The maths above, line by line: the yardstick of every faster version. One thing needs care: exp(89) overflows in
 # fp32. The largest logit of a row can be taken out first, since it cancels:
@@ -101,7 +101,9 @@ def token_losses(lse, target_logit, targets, V, ignore_index=-100):
 
 def reduce_loss(loss, kept, reduction):
     """loss, kept (...): "mean" is over kept tokens; of a micro-batch that is all padding it is 0."""
-    return {"none": loss, "sum": loss.sum(), "mean": loss.sum() / kept.sum().clamp(min=1)}[reduction]
+    if reduction == "none":
+        return loss
+    return loss.sum() if reduction == "sum" else loss.sum() / kept.sum().clamp(min=1)
 
 
 def linear_cross_entropy_reference(
@@ -149,7 +151,7 @@ def check_target_range(targets, vocab, ignore_index):
         raise BadInput(f"targets holds {int(bad[0])}: use 0 to {vocab - 1}, or ignore_index = {ignore_index}")
 
 
-# ==== 2. The cost model: bytes, before anything is measured ====
+# ==== 2. The cost model: bytes, before anything is measured ===========================================================
 #
 # A prediction is a formula that was written down before the measurement. Of section 3's losses, with G the gradient of
 # the logits, b the bytes of an element of E, and on the right the puzzle's numbers, V = N, D = 768, in bf16 (b = 2):
@@ -195,7 +197,7 @@ def max_batch_tokens(shape, gpus=16, gib_per_gpu=75, logits=True):
     return round(budget / (2 * shape.hidden * shape.layers + LOGIT_BYTES * shape.vocab * logits))
 
 
-# ==== 3. The ladder of remedies inside PyTorch ====
+# ==== 3. The ladder of remedies inside PyTorch ========================================================================
 #
 # Rung 0 is what most people write. Rung 1 drops the tokens that have no loss before the classifier sees them. Rung 2
 # cuts the tokens into chunks, and uses that the gradient of a mean needs nothing from backward but one scalar: so it
@@ -333,7 +335,7 @@ def chunked_linear_cross_entropy(E, C, targets, *, chunk=1024, ignore_index=-100
     return _ChunkedLoss.apply(E, C, targets, ignore_index, "mean", chunk, rows_of_logits)
 
 
-# ==== 4. The machine whose memory we count: a GPT ====
+# ==== 4. The machine whose memory we count: a GPT =====================================================================
 #
 #     tokens (B, T) -> embedding, normalised -> L blocks -> norm -> E (B, T, D)
 #
@@ -459,7 +461,8 @@ class GPT(nn.Module):
 
     def forward(self, tokens):
         T = tokens.shape[1]
-        refuse((T > self.config.seq, f"tokens has {T} positions: this model was built for seq = {self.config.seq}"))
+        if T > self.config.seq:
+            raise BadInput(f"tokens has {T} positions: this model was built for seq = {self.config.seq}")
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x, self.cos[:T], self.sin[:T])
@@ -470,7 +473,7 @@ class GPT(nn.Module):
         return rms_norm(self.embedding(tokens))
 
 
-# ==== 5. Predictions beside measurements: ledger, clock, byte counter, device ====
+# ==== 5. Predictions beside measurements: ledger, clock, byte counter, device =========================================
 
 
 class Ledger:
@@ -603,7 +606,7 @@ def default_device():
     return torch.device("cuda" if HAS_CUDA else "cpu")
 
 
-# ==== 6. Checks. Each --break plants one bug that one of them must catch ====
+# ==== 6. Checks. Each --break plants one bug that one of them must catch ==============================================
 #
 # A check is worth what it can fail on. So each compares with something that was made in another way (torch's own
 # function, the paper's digits, the same model in complex numbers), on shapes that do not divide evenly, in fp64 where
@@ -676,6 +679,10 @@ def check_extremes():
         require(abs(got - want) < 1e-3 * want, f"loss is {got.item()} with logits around {offset:g}")
     got = chunked_linear_cross_entropy(torch.full((8, 4), 30.0), torch.full((40, 4), 10.0), torch.arange(8), chunk=3)
     require(abs(got - math.log(40)) < 1e-4, f"in chunks: loss {got.item()} with equal logits of 1200, not log 40")
+    x[0], x[1:] = 3, -100  # one token alone, in a chunk of its own
+    for loss in (linear_cross_entropy_reference, partial(chunked_linear_cross_entropy, chunk=1)):
+        got, want = loss(E, C, x), F.cross_entropy(E @ C.T, x)
+        torch.testing.assert_close(*((value, *torch.autograd.grad(value, (E, C))) for value in (got, want)))
     x.fill_(-100)
     for loss in (linear_cross_entropy_reference(E, C, x, b), chunked_linear_cross_entropy(E, C, x, chunk=4),
                  drop_ignored(materialised_loss, E, C, x)):
@@ -774,7 +781,7 @@ def check_predictions():
             measure_ladder(cpu, ledger, 256, 2048, D)
         for autocast in (False, True):
             measure_step(cpu, ledger, GPTConfig(2048, 64, 3, 2, 128), 2, autocast)
-        require(ledger.ok, printed.getvalue())
+        require(ledger.ok and "\nclaim  " in printed.getvalue(), printed.getvalue())
         for predicted, measured, ok in (
             (1, 1, True), (1, 1.5, False), (1, math.nan, False), (1, None, True), (0, 0, True), (0, 1, False),
         ):
@@ -801,7 +808,7 @@ BREAKS = {
 }
 
 
-# ==== 7. Measurements ====
+# ==== 7. Measurements =================================================================================================
 
 
 def measure_ladder(device, ledger, N, V, D):
@@ -875,7 +882,7 @@ def body(device, ledger, args):
         measure_step(device, ledger, GPTConfig(8192, 128, 4, 4, 128), 8, autocast=False)
 
 
-# ==== 8. The command line of a stage ====
+# ==== 8. The command line of a stage ==================================================================================
 #
 # Each file of this series is run in the same way, and says by its exit status what came of it:
 #
