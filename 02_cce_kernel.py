@@ -1224,7 +1224,7 @@ def rungs_for(E, C, device):
     chunked = functools.partial(base.chunked_linear_cross_entropy, chunk=max(1, N // 8))
     found += [("in 8 chunks (01)", chunked, None, "")]
     found += [("v1 blocked PyTorch", blocked_loss_and_gradients, block, "4 N W; bf16 6 N W + 2 N D")]
-    if cuda and HAS_TRITON and 4 * N * V > 64 * MIB:  # of a few blocks at least, else small things weigh too much
+    if cuda and HAS_TRITON:
         v3 = functools.partial(linear_cross_entropy, backend="v3")
         found += [("v2 atomics", atomic_loss_and_gradients, None, ""), ("v3 one writer each", v3, None, "")]
         tokens = beyond_bytes("tokens", N, V, D, b, b, max(1024, N // 4))
@@ -1268,7 +1268,8 @@ def measure(device, ledger, N, V, D):
               f" | {errors} | {differ:,}")
         claims += [(f"{name}: beyond", formula, predicted, beyond)] * (predicted is not None)
     print()
-    for claim, formula, predicted, measured in claims:
+    large = 4 * N * V > (64 if cuda else 16) * MIB  # a few blocks at least, else what no formula counts weighs too much
+    for claim, formula, predicted, measured in claims if large else ():
         ledger.row(claim, formula, predicted / MIB, measured / MIB, band=(0.9, 1.1))
 
 
