@@ -71,7 +71,7 @@ class BadInput(ValueError):
 
 
 def refuse(*cases):
-    """cases (wrong, text): BadInput with the text of the first that is wrong."""
+    """cases (wrong, text): BadInput with the text of the first that is wrong. All are looked at before."""
     for wrong, text in cases:
         if wrong:
             raise BadInput(text)
@@ -84,7 +84,7 @@ def refuse(*cases):
 #
 #     log sum exp(l) = m + log sum exp(l - m)       logits 1000, 1001:  1001 + log(e^-1 + e^0) = 1001.313
 #
-# The derivative falls out of autograd; 02 will write it down: softmax - onehot, times what comes from above.
+# The derivative falls out of autograd; section 3 writes it down: softmax - onehot, times what comes from above.
 
 
 def log_sum_exp(logits):
@@ -134,7 +134,7 @@ def check_arguments(E, C, targets, bias=None, reduction="mean", softcap=None):
     places = {str(t.device) for t in (E, C, targets, bias) if t is not None}
     refuse(
         (len(c) != 2 or 0 in c, f"C has shape {c}: pass the classifier as (V, D), neither of them 0"),
-        (len(e) < 2 or e[-1] != c[-1], f"E has shape {e}: pass (..., D), a row a token, as wide as C"),
+        (len(e) < 2 or e[-1:] != c[1:], f"E has shape {e}: pass (..., D), a row a token, as wide as C"),
         (x != e[:-1], f"targets has shape {x}: pass one per row of E, {e[:-1]}"),
         (targets.dtype != torch.int64, f"targets has dtype {targets.dtype}: pass targets.long()"),
         (bias is not None and b != c[:1], f"bias has shape {b}: pass one value per class, {c[:1]}"),
@@ -173,7 +173,7 @@ def materialised_bytes(N, V):
 def chunked_bytes(N, V, D, chunk, itemsize):
     """The same of the chunked loss."""
     narrow = itemsize if itemsize < 4 else 0
-    blocks = max((4 + narrow) * chunk * V, itemsize * (N + V) * D)
+    blocks = max((max(4, itemsize) + narrow) * chunk * V, itemsize * (N + V) * D)
     return itemsize * N * D + max(4, itemsize) * V * D + blocks
 
 
@@ -217,7 +217,7 @@ def materialised_loss(E, C, targets):
 
 
 def drop_ignored(loss, E, C, targets, ignore_index=-100):
-    """Rung 1, for every loss(E, C, targets) of this series. The mask's count stalls a GPU once."""
+    """Rung 1, for every loss(E, C, targets) of this series. The mask's counts stall a GPU."""
     kept = targets != ignore_index  # (N,)
     if not kept.any():
         return (E[:0].sum() + C[:0].sum()).float()  # 0, and so are the gradients
@@ -670,8 +670,8 @@ def check_chunked(N=50, V=61, D=16, chunk=16, seed=0):
 
 
 def check_extremes():
-    """Logits around +-1000 overflow exp() in any precision unless the maximum is subtracted first. And a micro-batch of
-    padding alone has loss 0 and zero gradients, not NaN."""
+    """Logits around +-1000 overflow or vanish in exp(), in any precision, unless the maximum is subtracted first. And a
+    micro-batch of padding alone has loss 0 and zero gradients, not NaN."""
     E, C, b, x = random_problem(16, 40, 8, torch.float32)
     for offset in (1000.0, -1000.0):
         want = linear_cross_entropy_reference(E.double(), C.double(), x, b.double() + offset)
@@ -695,7 +695,8 @@ def check_bad_input():
     E, C, b, x = random_problem(6, 10, 4, torch.float32)
     for loss, cases in (
         (linear_cross_entropy_reference, {
-            "neither of them 0": dict(C=C[:0]), "a row a token": dict(E=E[:, :3]), "one per row": dict(targets=x[1:]),
+            "neither of them 0": dict(C=C[:0]), "as (V, D)": dict(C=C.sum()), "a row a token": dict(E=E[:, :3]),
+            "one per row": dict(targets=x[1:]),
             "targets.long()": dict(targets=x.int()), "one value per class": dict(bias=b[1:]),
             "targets holds -1:": dict(targets=x * 0 - 1), "reduction is": dict(reduction="max"), "softcap is 0":
             dict(softcap=0.0), "softcap is inf": dict(softcap=math.inf), "one device": dict(bias=b.to("meta"))}),
@@ -916,7 +917,8 @@ def run_checks(checks, device, only=None):
 def run_break(stage, name):
     """Plant bug `name` of stage["BREAKS"], by replacing a global that all callers look up, and run the one check that
     must catch it. 1 when it does, 0 when not, 2 when anything but the check fails."""
-    check, attribute, stage[attribute] = stage["BREAKS"][name]
+    check, attribute, bug = stage["BREAKS"][name]
+    stage[attribute] = bug
     try:
         call_check(check, default_device())
     except Exception as error:

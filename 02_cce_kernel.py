@@ -107,14 +107,14 @@ def beyond_bytes(order, N, V, D, b, element, block):
     if order == "tokens":  # dE and the sum for dC; backward makes the results where the blocks were, so only what
         sums, results = b * N * D + max(4, b) * V * D, b * (N + V) * D  # exceeds them counts
         return sums + max(0, element * block * V + lse_bytes(block, V) - results)
-    sum_E, later = (4 * N * D, b * N * D) if b == 2 else (0, 0)  # a block of G is there before a 16-bit dE is
+    sum_E, later = (4 * N * D, b * N * D) if b == 2 else (0, 0)  # a 16-bit dE is made after the last block of G
     return sum_E + max(0, element * N * block - later)
 
 
 def gradient_plan(N, V, D, device, dtype, workspace=None, *, orders=("kept", "tokens", "vocabulary"), kernels=True):
     """The Plan of N tokens, V classes, width D: the first of `orders` whose bytes fit `workspace` (default WORKSPACE)
     in blocks that keep the device busy. "vocabulary" fits anything, down to its smallest block. kernels=False: blocked
-    PyTorch, whose G is in fp32 (and which copies 16-bit inputs on a CPU, on top of what is said here)."""
+    PyTorch, without "kept", whose G is in fp32 (what it copies from or to 16 bits comes on top of what is said)."""
     cpu, b, N = torch.device(device).type == "cpu", dtype.itemsize, max(N, 1)
     least = 128 if cpu else 1024  # in smaller blocks the time goes into the sums
     room = WORKSPACE if workspace is None else workspace
@@ -127,7 +127,7 @@ def gradient_plan(N, V, D, device, dtype, workspace=None, *, orders=("kept", "to
         sizes = range(step, total + step, step)
         return step * bisect.bisect_right(sizes, room, key=lambda block: cost(order, block=block))
 
-    if "kept" in orders and cost("kept", block=N) <= room:
+    if kernels and "kept" in orders and cost("kept", block=N) <= room:
         return Plan("kept", 3, N, cost("kept", block=N))
     tokens = min(N, CPU_BLOCK // V if cached else fitting("tokens", N, 128))
     if "tokens" in orders and tokens >= min(N, least):
@@ -293,7 +293,7 @@ def tile_softmax(logits, lse):
 @triton.jit
 def tile_gradient(softmax, logits, x, cols, g_softmax, g_target, softcap):
     """G (BLOCK_N, BLOCK_V) from a tile of softmax; x is the target's column. Rows past N come with zero gradients;
-    columns past V hold anything, and are multiplied by rows of zeros, or never stored."""
+    columns past V are masked (v2), or never stored."""
     G = softmax * g_softmax[:, None] - tl.where(cols[None, :] == x[:, None], g_target[:, None], 0.0)
     if softcap is not None:
         G *= 1 - (logits / softcap) * (logits / softcap)  # the slope of the cap, from the capped logit
@@ -306,7 +306,7 @@ def tile_gradient(softmax, logits, x, cols, g_softmax, g_target, softcap):
 #              +----+----+----+----+      Each has a part of lse (N,), of dE (N, D) and of dC (V, D), none of them all:
 #   row tiles  | p0 | p3 | p6 | .. |        lse   takes two numbers at once, a maximum and a sum: a lock for each row
 #              | p1 | p4 | p7 |    |              tile, and whoever has it folds its part in (Algorithm 2);
-#              | p2 | p5 | p8 |    |        dE += G C, dC += G^T E, atomic adds, BLOCK_D columns at a time (3).
+#              | p2 | p5 | p8 |    |        dE += G C, dC += G^T E, atomic adds, BLOCK_D columns at a time (Alg. 3).
 #              +----+----+----+----+      One kernel each for loss and gradients, no memory but the (fp32) results.
 #
 # Floating-point sums depend on their order, and here the order is that of a race: two runs give two gradients (the
@@ -605,8 +605,8 @@ def rescale_kernel(
     softmax = load_tile(S, rows, cols, N, V, stride).to(tl.float32) * share[:, None]
     target = tl.exp(load_rows(target_logit, rows, N, 0.0) - row_lse)
     softmax = tl.where(cols[None, :] == x[:, None], target[:, None], softmax)
-    row_g, row_h = load_rows(g_softmax, rows, N, 0.0), load_rows(g_target, rows, N, 0.0)
-    store_tile(S, tile_gradient(softmax, softmax, x, cols, row_g, row_h, None), rows, cols, N, V, stride)
+    row_g, row_g_target = load_rows(g_softmax, rows, N, 0.0), load_rows(g_target, rows, N, 0.0)
+    store_tile(S, tile_gradient(softmax, softmax, x, cols, row_g, row_g_target, None), rows, cols, N, V, stride)
 
 
 def kept_softmax(E, C, targets):
@@ -637,7 +637,8 @@ def rows_by_kernels(E, C, targets, g):
 
 # ==== 7. The API: the loss and its gradients, differentiable ==========================================================
 #
-# Autograd sees one node, (E, C) -> (lse, target logit), and subtracts the two itself. Backward then gets the
+# Autograd sees one node, (E, C) -> (lse, target logit), and subtracts the two itself (a bias is a column of C by then,
+# see with_bias). Backward then gets the
 # upstream gradients of both, and each logit has
 #
 #     d lse[n] / d logit[n, v] = softmax[n, v]        d target_logit[n] / d logit[n, v] = [v is n's target]
@@ -658,7 +659,7 @@ def choose_backend(backend, E, C):
     why = f"but E is {E.dtype} on {E.device}" if HAS_TRITON else "which is not installed (Linux: pip install triton)"
     base.refuse(
         (E.dtype != C.dtype, f"E is {E.dtype} but C is {C.dtype}: cast one of them, or use autocast"),
-        (backend not in ("auto", "triton", "v3", "torch"), f"backend is {backend!r}: use 'auto', 'triton' or 'torch'"),
+        (backend not in ("auto", "triton", "v3", "torch"), f"backend is {backend!r}: use auto, triton, v3 or torch"),
         (backend in ("triton", "v3") and not runs, f"backend is {backend!r}, {why}: use 'torch'"),
     )
     if backend == "auto":
@@ -712,7 +713,9 @@ def gradient_slice(E, C, targets, lse, g_softmax, g_target, softcap, backend):
 
 def gradient_from_logits(logits, targets, lse, g_softmax, g_target, softcap=None):
     """G (N, W) in place of the logits (N, W)."""
-    slope = None if softcap is None else 1 - (logits / softcap) ** 2  # d cap(l) / d l, from the capped logit
+    slope = None  # d cap(l) / d l, from the capped logit
+    if softcap is not None:
+        slope = logits.div(softcap).square_().neg_().add_(1)  # (N, W)
     G = base.subtract_onehot_(logits.sub_(lse[:, None]).exp_().mul_(g_softmax[:, None]), targets, g_target)
     return G if slope is None else G.mul_(slope)
 
@@ -738,7 +741,7 @@ def sliced_gradients(need, E, C, targets, lse, g_softmax, g_target, softcap, bac
     return None if dE is None else dE.to(E.dtype), dC
 
 
-How = namedtuple("How", "softcap backend plan sink join", defaults=(None, None))  # the options, for backward
+How = namedtuple("How", "softcap backend plan sink join")  # the options, for backward
 
 
 class _LseAndTarget(torch.autograd.Function):
@@ -835,10 +838,10 @@ def linear_cross_entropy(
 
 def with_bias(E, C, bias):
     """E (N, D + 8), C (V, D + 8): a bias is one more column of C, beside a column of ones. Kernels need not know of it
-    (one peer's subtracted it once per BLOCK_D columns: apple/ml-cross-entropy issue 52). It costs a copy of E and C;
-    seven columns of zeros keep rows at multiples of 16 bytes. What switches a class off, -inf or the least number, is
-    made 16384 less than the largest: exp gives 0 as well, but 0 x -inf is NaN, and near 1e38 the two products in
-    `exponentials`, of which an FMA rounds one, differ by more than exp can bear."""
+    (one peer's subtracted it once per BLOCK_D columns: apple/ml-cross-entropy issue 52). It costs a copy of E and C,
+    which no workspace counts; seven columns of zeros keep rows at multiples of 16 bytes. What switches a class off,
+    -inf or the least number, is made 16384 less than the largest: exp gives 0 as well, but 0 x -inf is NaN, and near
+    1e38 the two products in `exponentials`, of which an FMA rounds one, differ by more than exp can bear."""
     if bias is None:
         return E, C
     ones, column = F.pad(E.new_ones(len(E), 1), (0, 7)), bias.to(C.dtype)  # (N, 8), (V,)
@@ -849,7 +852,7 @@ def with_bias(E, C, bias):
 def plan_for(E, C, softcap, reduction, return_lse, backend, workspace, sink=None, shard=None, differentiable=True):
     """gradient_plan for a call with these arguments."""
     kernels, orders = backend != "torch", ["vocabulary"]
-    if differentiable and softcap is None and sink is None and backend != "v3":  # G from softmax, all of dC at once
+    if differentiable and softcap is None and sink is None and backend != "v3":  # G from softmax alone, dC whole
         one_number = reduction != "none" and not return_lse and shard is None
         orders = ["kept"] * kernels + ["tokens"] * one_number + orders
     plan = gradient_plan(E.shape[0], *C.shape, E.device, E.dtype, workspace, orders=orders, kernels=kernels)
@@ -969,14 +972,15 @@ def check_strided(device="cpu"):
     """Transposed, cut and expanded tensors: the same as from contiguous copies."""
     for dtype, backend in itertools.product((torch.float32, torch.bfloat16), backends(device)):
         E, C, b, x = (t.detach() for t in base.random_problem(40, 161, 24, dtype, device))
-        cut, rest = torch.cat((C, C), 1)[:, 1:25], (b[:1].expand(161), x.repeat_interleave(2)[::2])
+        cut, spread = torch.cat((C, C), 1)[:, 1:25], x.repeat_interleave(2)[::2]
         if dtype == torch.bfloat16 and backend == "triton" and (INTERPRETED or is_hopper(E.device)):
             taken, moved = takes_descriptors(E, C), takes_descriptors(E, cut)  # which begins 2 bytes later
             base.require(taken and not moved, f"by the copy engine: {taken}; off its 16 bytes: {moved}")
-        for rows in (E.T.contiguous().T, E[:1].expand(40, 24), E.repeat_interleave(2, 1)[:, ::2]):
-            leaves = [t.requires_grad_() for t in (rows, cut, rest[0])]
-            plain = [t.detach().contiguous().requires_grad_() for t in leaves]
-            both = (gradients_of(linear_cross_entropy, *t, rest[1], backend=backend) for t in (leaves, plain))
+        views = E.T.contiguous().T, E[:1].expand(40, 24), E.repeat_interleave(2, 1)[:, ::2]
+        for rows, bias in itertools.product(views, (None, b[:1].expand(161))):  # a bias makes copies of the others
+            leaves = [None if t is None else t.requires_grad_() for t in (rows, cut, bias)]
+            plain = [None if t is None else t.detach().contiguous().requires_grad_() for t in leaves]
+            both = (gradients_of(linear_cross_entropy, *t, spread, backend=backend) for t in (leaves, plain))
             for g, w in zip(*both, strict=True):
                 base.require(error(g, w) < (1e-5 if dtype == torch.float32 else 3e-3), f"{backend} {dtype}: strides")
 
@@ -1119,7 +1123,7 @@ def check_bad_input(device="cpu"):
     } | ({} if E.is_cuda else {"targets holds -7": dict(targets=far)})
     for words, wrong in cases.items():
         base.must_raise(words, functools.partial(linear_cross_entropy, **dict(E=E, C=C, targets=x) | wrong))
-    auto = "triton" if E.is_cuda and HAS_TRITON else "torch"
+    auto = "triton" if E.is_cuda and HAS_TRITON and not INTERPRETED else "torch"
     for backend, chosen in [("auto", auto), *zip(backends(device), backends(device), strict=True)]:
         base.require(choose_backend(backend, E, C) == chosen, f"{backend} is not {chosen}")
     base.require(choose_backend("auto", E.double(), C.double()) == "torch", "kernels in fp64")
@@ -1134,7 +1138,7 @@ CHECKS = [check_shapes, check_strided, check_orders, check_hard, check_autograd_
 CHECKS += [check_memory, check_bad_input]
 
 
-# ==== 9. The bugs of --break: where one was shipped, its issue is named ==============================================
+# ==== 9. The bugs of --break ==========================================================================================
 
 
 @triton.jit
@@ -1225,13 +1229,14 @@ def rungs_for(E, C, device):
     found += [("in 8 chunks (01)", chunked, None, "")]
     found += [("v1 blocked PyTorch", blocked_loss_and_gradients, block, "4 N W; bf16 6 N W + 2 N D")]
     if cuda and HAS_TRITON:
-        v3 = functools.partial(linear_cross_entropy, backend="v3")
+        v3, fetch = functools.partial(linear_cross_entropy, backend="v3"), takes_descriptors(E, C)
         found += [("v2 atomics", atomic_loss_and_gradients, None, ""), ("v3 one writer each", v3, None, "")]
         tokens = beyond_bytes("tokens", N, V, D, b, b, max(1024, N // 4))
         for size in (WORKSPACE, tokens, beyond_bytes("kept", N, V, D, b, b, N)):
             plan = plan_for(E, C, None, "mean", False, "triton", size)
-            loss = functools.partial(linear_cross_entropy, workspace=size)
-            found += [(f"v4 {plan.order}, {size / MIB:.0f} MiB", loss, plan.beyond, "gradient_plan")]
+            loss, rung = functools.partial(linear_cross_entropy, workspace=size), "v4" if fetch else "v3"
+            predicted = plan.beyond if fetch else None  # in v4's tiles
+            found += [(f"{rung} {plan.order}, {size / MIB:.0f} MiB", loss, predicted, "gradient_plan")]
     return found
 
 
