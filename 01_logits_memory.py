@@ -181,10 +181,12 @@ def chunked_bytes(N, V, D, chunk, itemsize):
 ModelShape = namedtuple("ModelShape", "name vocab hidden layers params printed")
 MODELS = [
     ModelShape("GPT-2", 50257, 768, 12, 137_022_720, (5_866_190, 69_845_595)),
+    ModelShape("GPT-Neo 1.3B", 50257, 2048, 24, 1_365_907_456, (4_268_047, 12_996_042)),
     ModelShape("Gemma 2B", 256000, 2048, 18, 2_506_172_416, (1_155_515, 17_204_330)),
     ModelShape("Gemma 2 2B", 256000, 2304, 26, 2_614_341_888, (1_108_206, 10_580_057)),
     ModelShape("Llama 2 7B", 32000, 4096, 32, 6_738_415_616, (3_164_429, 4_709_560)),
     ModelShape("Llama 3 8B", 128256, 4096, 32, 8_030_261_248, (1_579_333, 4_670_136)),
+    ModelShape("Mistral 7B", 32000, 4096, 32, 7_241_732_096, (3_154_108, 4_694_200)),
     ModelShape("Phi 1.5", 50295, 2048, 24, 1_418_270_720, (4_264_482, 12_991_781)),
 ]
 LOGIT_BYTES = 4  # the paper counts logits in fp32
@@ -329,9 +331,11 @@ def chunked_linear_cross_entropy(E, C, targets, *, chunk=1024, ignore_index=-100
     BadInput, also on fp16: a mean's gradients vanish in its five exponent bits. arXiv 2410.10989."""
     check_arguments(E, C, targets)
     check_target_range(targets, C.shape[0], ignore_index)
-    if E.dim() != 2 or not E.dtype == C.dtype != torch.float16:
-        raise BadInput(f"E {tuple(E.shape)} is {E.dtype}, C {C.dtype}: pass E (N, D), both in bf16, fp32 or fp64")
-    refuse((chunk < 1, f"chunk is {chunk}: use at least 1 row"))
+    fits = E.dim() == 2 and E.dtype == C.dtype and E.dtype != torch.float16
+    refuse(
+        (not fits, f"E {tuple(E.shape)} is {E.dtype}, C {C.dtype}: pass E (N, D), both in bf16, fp32 or fp64"),
+        (chunk < 1, f"chunk is {chunk}: use at least 1 row"),
+    )
     return _ChunkedLoss.apply(E, C, targets, ignore_index, "mean", chunk, rows_of_logits)
 
 

@@ -138,16 +138,14 @@ def source_files(kind="stdlib"):
 
 def corpus(tokens="bytes", packages=False, limit=256 * MIB):
     """The text, or the first `limit` bytes of it in whole files, as tokens. BadInput when there is too little."""
+    base.refuse((tokens not in ("bytes", "bigrams"), f"tokens is {tokens!r}: use 'bytes' or 'bigrams'"))
     files, size = {}, 0  # {name: text}
     for kind in ("stdlib", "purelib") if packages else ("stdlib",):
         for path in source_files(kind):
             if size + path.stat().st_size <= limit:
                 files[path.relative_to(sysconfig.get_paths()[kind])] = text = path.read_bytes()
                 size += len(text)
-    base.refuse(
-        (tokens not in ("bytes", "bigrams"), f"tokens is {tokens!r}: use 'bytes' or 'bigrams'"),
-        (size < MIB, f"only {size} bytes of Python source are installed here: pass a text with --data FILE"),
-    )
+    base.refuse((size < MIB, f"only {size} bytes of Python source are installed here: pass a text with --data FILE"))
     order = sorted(files, key=lambda name: zlib.crc32(str(name).encode()))
     sizes = np.cumsum([len(files[name]) for name in order])
     held = set(order[: 1 + np.searchsorted(sizes, max(64 * 1024, size // 100))])
@@ -401,7 +399,7 @@ if INTERPRETED:
     COLUMNS = dict(ROWS=32, COLS=128, ENTRIES=2, SPAN=3)
 
 fetched_logits, tile_softmax, tile_gradient, dot = cce.fetched_logits, cce.tile_softmax, cce.tile_gradient, cce.dot
-next_logits, tanh, mask_tail, exponentials = cce.next_logits, cce.tanh, cce.mask_tail, cce.exponentials
+next_logits, cap, mask_tail, exponentials = cce.next_logits, cce.cap, cce.mask_tail, cce.exponentials
 LOG2E, UPCAST = cce.LOG2E, cce.UPCAST
 
 
@@ -427,9 +425,7 @@ def listed_gradient_kernel(
         tile = tl.load(tiles + i)
         row, col = tile // col_tiles * BLOCK_N, tile % col_tiles * BLOCK_V
         rows, cols = row + tl.arange(0, BLOCK_N), col + tl.arange(0, BLOCK_V)
-        logits = fetched_logits(E, C, row, col, D, BLOCK_N, BLOCK_V, BLOCK_D)
-        if softcap is not None:
-            logits = softcap * tanh(logits / softcap)
+        logits = cap(fetched_logits(E, C, row, col, D, BLOCK_N, BLOCK_V, BLOCK_D), softcap)
         inside = rows < N
         row_lse, x = tl.load(lse + rows, mask=inside, other=0.0), tl.load(targets + rows, mask=inside, other=-1)
         if DECIDE:
