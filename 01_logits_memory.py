@@ -226,10 +226,12 @@ def drop_ignored(loss, E, C, targets, ignore_index=-100):
     return loss(E[kept], C, targets[kept])
 
 
-# Of inputs in bf16, what the factors of a product are, its sum, and the result:
+# What a product is made of, for inputs in bf16. Its sum is in fp32 everywhere, or small terms would be lost in it:
 #
-#     CPU   fp32   fp32   fp32 (addmm), or rounded to bf16 at the end (copy_)
-#     GPU   bf16   fp32   bf16 (addmm, beta = 0), or fp32: the same with out_dtype, one cuBLAS call
+#           factors   sum    result
+#
+#     CPU   fp32      fp32   fp32 (addmm), or rounded to bf16 at the end (copy_)
+#     GPU   bf16      fp32   bf16 (addmm, beta = 0), or fp32: the same with out_dtype, one cuBLAS call
 
 
 def product_dtypes(E):
