@@ -92,8 +92,8 @@ filtering = importlib.import_module("03_grad_filter_sort")
 HAS_TRITON, INTERPRETED, MIB, must_raise = base.HAS_TRITON, base.INTERPRETED, base.MIB, base.must_raise
 triton, tl = cce.triton, cce.tl
 load_tile, dot, tile_at, UPCAST = cce.load_tile, cce.dot, cce.tile_at, cce.UPCAST
-fused_multiply_add, column_span = filtering.fused_multiply_add, filtering.column_span
-column_lists, column_tile = filtering.column_lists, filtering.column_tile
+fused_multiply_add, listed_span = filtering.fused_multiply_add, filtering.listed_span
+lists_of_rows, listed_tile = filtering.lists_of_rows, filtering.listed_tile
 
 if HAS_TRITON:
     from triton.language.extra import libdevice
@@ -380,8 +380,8 @@ def classifier_bytes(N, V, D, gradient="exact", candidates=0, workspace=None, sl
     dE = 2 * N * D
     rows = plan_update(V, D, N, "master", "slab", slab, by_rows=True).rows
     if gradient == "sparse":
-        places = filtering.places(N, candidates)
-        return 4 * rows * D + dE + filtering.sparse_bytes(N, V, D, torch.bfloat16, places, sink=True)
+        capacity = filtering.capacity_for(N, candidates)
+        return 4 * rows * D + dE + filtering.sparse_bytes(N, V, D, torch.bfloat16, capacity, sink=True)
     block = cce.gradient_plan(N, V, D, "cuda", torch.bfloat16, workspace, orders=("vocabulary",)).block
     return 4 * rows * D + 2 * dE + max(dE, 2 * N * whole_slabs(block, rows))
 
@@ -909,7 +909,7 @@ def forge_kernel(
     record(s, squares, change)
 
 
-# The same for rows that come as lists, 03's Columns: a sparse gradient of a classifier, the tokens of an embedding.
+# The same for rows that come as lists, 03's ListedRows: a sparse gradient of a classifier, the tokens of an embedding.
 # Rows that nobody lists have a gradient of 0: they decay, and go on with their momentum.
 
 
@@ -919,12 +919,12 @@ def listed_kernel(
     SPAN: tl.constexpr,
 ):
     """The step of SPAN tiles of W (M, K) from Columns c, each row's entries summed in registers."""
-    row, first, stop = column_span(K, ROWS, COLS, SPAN)
-    lists = column_lists(c, row + tl.arange(0, ROWS), M)
+    row, first, stop = listed_span(K, ROWS, COLS, SPAN)
+    lists = lists_of_rows(c, row + tl.arange(0, ROWS), M)
     scalars, key = constants(s)
     squares, change = 0.0, 0.0
     for col in range(first, stop, COLS):
-        g = column_tile(c, lists, col, K, ROWS, COLS, ENTRIES)
+        g = listed_tile(c, lists, col, K, ROWS, COLS, ENTRIES)
         changes = update_tile(g, s, scalars, key, row, col, M, K, RULE, GROUP, ROWS, COLS)
         squares, change = add_totals(squares, change, g, changes)
     record(s, squares, change)
@@ -938,11 +938,11 @@ def listed_squares_kernel(
     c, squares, M, K, ROWS: tl.constexpr, COLS: tl.constexpr, ENTRIES: tl.constexpr, SPAN: tl.constexpr,
 ):
     """squares (M, programs a row): of the gradient that Columns c stand for, the sum of squares of SPAN tiles."""
-    row, first, stop = column_span(K, ROWS, COLS, SPAN)
+    row, first, stop = listed_span(K, ROWS, COLS, SPAN)
     rows, across = row + tl.arange(0, ROWS), tl.cdiv(K, SPAN * COLS)
-    lists, total = column_lists(c, rows, M), tl.zeros((ROWS,), tl.float32)
+    lists, total = lists_of_rows(c, rows, M), tl.zeros((ROWS,), tl.float32)
     for col in range(first, stop, COLS):
-        g = column_tile(c, lists, col, K, ROWS, COLS, ENTRIES)
+        g = listed_tile(c, lists, col, K, ROWS, COLS, ENTRIES)
         total += tl.sum(g * g, 1)
     tl.store(squares + rows * across + first // (SPAN * COLS), total, mask=rows < M)
 
@@ -1100,7 +1100,7 @@ class State:
             return
         plan = self.plan = self.handle.plan(self, len(only.X) if isinstance(only, Product) else None)
         if isinstance(only, Listed) and self.handle.backend == "triton":
-            self.step_listed(only.columns)
+            self.step_listed(only.lists)
         elif isinstance(only, Product) and plan.rung == "fused":
             self.step_fused(*only)
         else:
@@ -1206,17 +1206,17 @@ class State:
         )
         self.written()
 
-    def step_listed(self, columns):
-        """The step of all of W by 03's Columns: the gradient of each row is summed, and used, in registers. Needs
+    def step_listed(self, lists):
+        """The step of all of W by 03's ListedRows: the gradient of each row is summed, and used, in registers. Needs
         Triton's kernels. ValueError as for step."""
         self.check_block(0, 0, self.weight.shape, fused=self.rule.needs == "matrix")
-        (M, K), (programs, options) = self.weight.shape, filtering.column_options(columns, *self.weight.shape)
+        (M, K), (programs, options) = self.weight.shape, filtering.listed_options(lists, *self.weight.shape)
         if self.rule.needs == "row":
             across = triton.cdiv(K, options["COLS"] * options["SPAN"])
             squares = torch.empty(M, across, device=self.weight.device)
-            listed_squares_kernel[(programs,)](columns, squares, M, K, **options)
+            listed_squares_kernel[(programs,)](lists, squares, M, K, **options)
             self.move_rows(root(squares.sum(1)))
-        listed_kernel[(programs,)](columns, self.fields, M, K, **self.options(), **options)
+        listed_kernel[(programs,)](lists, self.fields, M, K, **self.options(), **options)
         self.written()
 
     def check_block(self, row, col, shape, fused=False):
@@ -1347,12 +1347,12 @@ class Product(NamedTuple):
 
 
 class Listed(NamedTuple):
-    """Of an embedding, or a classifier's sparse gradient: 03's Columns."""
+    """Of an embedding, or a classifier's sparse gradient: 03's ListedRows."""
 
-    columns: filtering.Columns
+    lists: filtering.ListedRows
 
     def write(self, state, out, top, left, add):
-        filtering.write_columns(out, self.columns, top, add=add, backend=state.handle.backend)
+        filtering.write_rows(out, self.lists, top, add=add, backend=state.handle.backend)
 
 
 # A classifier's factors cost as much work again as the loss, once for the norm and once for the step. They are kept
@@ -1401,7 +1401,7 @@ def merged(factors):
 
 def tensors_of(factor):
     """The tensors of a factor."""
-    fields = factor.columns if isinstance(factor, Listed) else factor
+    fields = factor.lists if isinstance(factor, Listed) else factor
     return [t for t in fields if isinstance(t, torch.Tensor)]
 
 
@@ -1891,8 +1891,8 @@ class _ForgedEmbedding(torch.autograd.Function):
         if not (state.handle.armed or state.handle.stashing):
             return torch.ops.aten.embedding_dense_backward(dX, tokens, M, -1, False).to(state.weight.dtype), *[None] * 3
         dX = cce.rows_contiguous(dX)
-        columns = filtering.columns_of(dX, torch.arange(len(tokens), device=dX.device), tokens, None, M)
-        weight_update(state, Listed(columns))
+        lists = filtering.listed_rows(dX, torch.arange(len(tokens), device=dX.device), tokens, None, M)
+        weight_update(state, Listed(lists))
         return None, None, None, None
 
 
@@ -1957,15 +1957,15 @@ class Sink:
         else:
             state.step_in_slabs([Product(G, E)], plan.rows, plan.cols, start, G.shape[1])
 
-    def columns(self, columns):
+    def listed(self, lists):
         """The step of all rows."""
-        columns = columns._replace(E=columns.E.detach())
+        lists = lists._replace(E=lists.E.detach())
         if self.state.handle.armed:
-            self.state.consume([Listed(columns)])
+            self.state.consume([Listed(lists)])
         else:  # kept without the room that was left for more entries
-            count = int(columns.begin[-1])
-            lists = dict(rows=columns.rows[:count].clone(), weights=columns.weights[:count].clone())
-            self.state.keep(Listed(columns._replace(**lists)), CLASSIFIER_PRICE)
+            count = int(lists.begin[-1])
+            kept = dict(rows=lists.rows[:count].clone(), weights=lists.weights[:count].clone())
+            self.state.keep(Listed(lists._replace(**kept)), CLASSIFIER_PRICE)
 
 
 def forge_classifier(E, C, targets, state, *, gradient="auto", **options):
@@ -1978,10 +1978,9 @@ def forge_classifier(E, C, targets, state, *, gradient="auto", **options):
     and targets; sparse: E and lists) or, if that is not CLASSIFIER_PRICE times smaller, dC itself. Unarmed, and without
     gradients: 03's own. Beyond what 02 and 03 say, and 4 N D bytes for dE: a slab. A C in another dtype than E is cast
     to it first, whole.
-    ValueError on what 03 refuses, a bias, a filter, fp16, and a second use before backward."""
+    ValueError on what 03 refuses, a bias, fp16, and a second use before backward."""
     if gradient not in ("exact", "sparse", "auto"):
-        raise base.BadInput(f"gradient is {gradient!r}: use 'exact', 'sparse' or 'auto': a filter leaves no slice "
-                            "whole")
+        raise base.BadInput(f"gradient is {gradient!r}: use 'exact', 'sparse' or 'auto'")
     if options.get("bias") is not None:
         raise base.BadInput("bias: an ordinary parameter, of which forge_classifier makes no gradient: use 03's loss")
     if not state.by_rows:
@@ -2804,8 +2803,8 @@ class Unfused(Sink):
     def rows(self, start, G, E):
         weight_gradient(G, E, self.dC[start : start + G.shape[1]])
 
-    def columns(self, columns):
-        filtering.write_columns(self.dC, columns, backend=self.state.handle.backend)
+    def listed(self, lists):
+        filtering.write_rows(self.dC, lists, backend=self.state.handle.backend)
 
 
 def check_classifier(device="cpu", N=40, V=300, D=40, layouts=("fp32", "master", "int8"), softcap=None):
@@ -3515,13 +3514,12 @@ def measure_classifier(ledger, N, V, D):
             theirs.grad = torch.empty_like(theirs)
             library = torch.optim.AdamW([theirs], lr=0.0, fused=True)
         for gradient in ("exact", "sparse"):
-            count = dict(return_stats=stats) if gradient == "sparse" else {}
+            count = dict(stats=stats) if gradient == "sparse" else {}
 
             def fused(gradient=gradient, count=count, handle=handle, state=state, weight=weight, e=e):
                 e.grad = None
                 handle.arm(0.0, 1)  # a rate of 0: the same work, and the same problem each time
-                loss = forge_classifier(e, weight, x, state, gradient=gradient, **count)
-                (loss[0] if count else loss).backward()
+                forge_classifier(e, weight, x, state, gradient=gradient, **count).backward()
 
             def gradients(gradient=gradient, weight=weight, e=e):
                 return torch.autograd.grad(filtering.linear_cross_entropy(e, weight, x, gradient=gradient), (e, weight))

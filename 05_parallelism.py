@@ -727,15 +727,15 @@ def join_slices(lse, target_logit, group):
 
 
 def vocab_parallel_cross_entropy(
-    E, C, targets, group, vocab, *, sequence=False, loss=filtering.linear_cross_entropy, **options
+    E, C, targets, group, vocab, *, sequence=False, loss=cce.linear_cross_entropy, **options
 ):
-    """03's linear_cross_entropy of E (..., D), the same on all ranks of the group, for a classifier of `vocab` classes
+    """02's linear_cross_entropy of E (..., D), the same on all ranks of the group, for a classifier of `vocab` classes
     of which this rank holds C, rows shares(vocab, n)[rank]. targets (...), classes of the whole. The same loss on all
     ranks; dC of the own rows; dE whole. `sequence`: E is (B, T/n, D), as tensor_parallel(sequence=True) gives it.
 
-    options: those of 03 (bias: of the own rows); gradient "exact" or "filter", whose ranks filter their own tiles:
-    "sparse" and "auto" take their head and their sample from one vocabulary, and are refused. loss: 03's, or
-    functools.partial(forging.forge_classifier, state=...), the step in backward. ValueError as there."""
+    options: those of the loss (bias: of the own rows). loss: 02's; 03's, whose gradients "sparse" and "auto" take their
+    head and their sample from one vocabulary, and are refused; or functools.partial(forging.forge_classifier,
+    state=...), the step in backward. ValueError as there."""
     start, stop = shares(vocab, size(group))[rank_in(group)]
     if len(C) != stop - start:
         raise base.BadInput(f"C has {len(C)} rows: this rank's part of {vocab} classes is rows {start} to {stop}")
@@ -3082,16 +3082,13 @@ def check_tensor_parallel():
 
 @on_ranks
 def check_vocabulary():
-    """A classifier cut unevenly: bias, softcap, ignored tokens, reductions, shift, lse; filters; refusals."""
+    """A classifier cut unevenly: bias, softcap, ignored tokens, reductions, shift, lse; refusals."""
     n, rank, worst = dist.get_world_size(), dist.get_rank(), 0.0
     group = mesh(tp=n).tp
 
-    def both(V, gradient="exact", bias=True, weigh=False, scale=1.0, dtype=torch.float64, **options):
-        E, C, b, x = base.random_problem(46, V, 24, dtype, here(), bias=bias, scale=scale)
+    def both(V, gradient="exact", bias=True, weigh=False, dtype=torch.float64, **options):
+        E, C, b, x = base.random_problem(46, V, 24, dtype, here(), bias=bias)
         x = x.where(x != -100, options.get("ignore_index", -100))
-        if scale > 1:  # a confident model: likely classes, and the targets, are in the first and the last tile
-            C.data[filtering.TILE_V : -filtering.TILE_V] *= 0.01
-            x = x.where(x < 0, x % filtering.TILE_V)
         E2, x2 = E.view(2, 23, 24), x.view(2, 23)
         start, stop = shares(V, n)[rank]
         mine = [E2.detach().clone().requires_grad_(), C[start:stop].detach().clone().requires_grad_()]
@@ -3100,7 +3097,9 @@ def check_vocabulary():
         for one in (True, False):
             leaves = ([E2, C] + ([b] if bias else [])) if one else mine
             call = functools.partial(filtering.linear_cross_entropy, leaves[0], leaves[1], x2) if one else (
-                functools.partial(vocab_parallel_cross_entropy, leaves[0], leaves[1], x2, group, V))
+                functools.partial(
+                    vocab_parallel_cross_entropy, leaves[0], leaves[1], x2, group, V,
+                    loss=filtering.linear_cross_entropy))
             loss = call(bias=leaves[2] if bias else None, gradient=gradient, **options)
             if weigh:  # through the lse as well
                 loss = (loss[0] + 0.1 * loss[1].square().mean())
@@ -3119,15 +3118,8 @@ def check_vocabulary():
     exact = both(103)[1]
     for dtype in (torch.float32, torch.bfloat16):  # by the kernels, on a GPU
         as_good("vocabulary", dtype, *both(103, dtype=dtype), exact)
-    V = 2 * n * filtering.TILE_V  # the ranks' tiles are those of the whole
-    for rule in ("mass", "element"):
-        filtered = dict(gradient="filter", rule=rule, sort=False, filter_eps=0.3, backend="torch")
-        got, want = both(V, bias=False, scale=6.0, **filtered)
-        compare(f"filter {rule}", got, want)
-        exact = both(V, bias=False, scale=6.0)[1]
-        require((want["dE"] - exact["dE"]).abs().max() > 1e-9, "the filter dropped nothing: exact ones are compared")
     for gradient in ("sparse", "auto"):
-        must_raise("use 'exact' or 'filter'", lambda g=gradient: both(103, gradient=g, bias=False))
+        must_raise("use 'exact'", lambda g=gradient: both(103, gradient=g, bias=False))
     E, C, _, x = base.random_problem(4, 103, 8, device=here())
     must_raise("is rows", lambda: vocab_parallel_cross_entropy(E, C, x, group, 103))
     return worst

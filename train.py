@@ -13,8 +13,7 @@ What it shows
     last layer never exist: doubling the vocabulary costs parameters, not activations. Its gradient is
     --loss cce: sparse (03, one pass over the logits) in steps where it is estimated to be within 2 %, else exact (the
     default where 03's kernels run); cce-exact: exact (the default elsewhere); cce-sparse: sparse wherever its entries
-    fit; cce-filter: dE without the tiles that 03 would leave out (dC stays exact, a filtered one starves the rows of
-    rare tokens); reference: of the materialised loss, for comparison.
+    fit; reference: of the materialised loss, for comparison.
     --rule says which step: muon (04, the default) for the layers' matrices, at --muon-lr, with AdamW for embedding,
     classifier, norms and routers, at --lr; adamw for all; or adam-mini for all matrices, AdamW for norms and routers.
     Muon divides by the gradient's own size and is not clipped by default. The others are, at 1: a batch of odd text can
@@ -34,7 +33,7 @@ What it shows
     many weights as in the dense model. --balance keeps their loads alike. With --sync ddp the experts are spread over
     the processes (--ep-policy); under any other --sync each process has all of them.
     --tp K (05): a worker is K neighbouring processes, each with a part of every matrix, of the classes too, and all of
-    the worker's tokens; the loss is then cce-exact or cce-filter. Works under every --sync; experts are not cut so.
+    the worker's tokens; the loss is then cce-exact. Works under every --sync; experts are not cut so.
     --compile (05's lean(), the default on GPUs): one kernel each for what lies between matrices, and norms and
     activations are made again in backward instead of kept. --recompute and --offload leave less in memory for backward:
     each layer's input, from which it runs again; or all of it elsewhere. --plan LINK names the flags that train this
@@ -407,7 +406,6 @@ def make_config(args):
 
 FORGED = {"cce": "auto", "cce-exact": "exact", "cce-sparse": "sparse"}  # losses whose classifier can be forged
 LOSSES = {name: functools.partial(filtering.linear_cross_entropy, gradient=how) for name, how in FORGED.items()}
-LOSSES["cce-filter"] = functools.partial(filtering.linear_cross_entropy, gradient="filter", filter="dE")
 LOSSES["reference"] = base.linear_cross_entropy_reference
 DECIDING = ("cce", "cce-sparse")  # have statistics of what they decided
 CANDIDATES = 32  # entries of the tail that a row lists, for the prediction of memory
@@ -423,14 +421,13 @@ def loss_sum(model, x, y, args, stats):
     with torch.autocast(x.device.type, torch.bfloat16, enabled=args.dtype == "bf16"):
         E, head, loss = model(x), getattr(model, "head", None), LOSSES[args.loss]  # (B, T, D)
         options = {} if args.loss == "reference" else dict(workspace=LOSS_WORKSPACE[x.device.type])
-        options |= dict(return_stats=stats) if args.loss in DECIDING else {}
+        options |= dict(stats=stats) if args.loss in DECIDING else {}
         if head is not None:
             loss = functools.partial(forging.forge_classifier, state=head, gradient=FORGED[args.loss])
         if getattr(model, "group", None):  # this process has a part of the classes
             options |= dict(group=model.group, vocab=args.vocab, loss=loss)
             loss = parallel.vocab_parallel_cross_entropy
-        result = loss(E, model.classifier, y, reduction="sum", **options)
-        return result[0] if args.loss in DECIDING else result
+        return loss(E, model.classifier, y, reduction="sum", **options)
 
 
 @contextlib.contextmanager
@@ -859,11 +856,9 @@ def predict_memory(config, batch, accum, args, device, processes=1):
         loss = base.materialised_bytes(N, V)
     else:
         plan, beyond = loss_plan(N, config.vocab, D, args, device), 0
-        if args.loss == "cce-filter":
-            beyond = filtering.filter_bytes(N, V, D, device, dtype, LOSS_WORKSPACE[device.type], "dE")
         if args.loss == "cce-sparse":  # a fresh model lists too much and begins with the exact gradient, as with cce
-            places = filtering.places(N, CANDIDATES)
-            beyond = filtering.sparse_bytes(N, V, D, dtype, places, sink=both)
+            capacity = filtering.capacity_for(N, CANDIDATES)
+            beyond = filtering.sparse_bytes(N, V, D, dtype, capacity, sink=both)
         beyond = max(beyond, plan.beyond)
         # 04 keeps dC in fp32, or what it is made of, or neither; else autograd has it.
         held = held_for_classifier(config, N * accum, args) if waits(args) and both else 0
@@ -1302,8 +1297,7 @@ def describe_run(config, data, world, args, device, start):
     plan = loss_plan(micro * args.seq, config.vocab, args.dim, args, device)
     exact = f", order of its gradient: {plan.order}, {plan.passes} matrix passes, blocks of {plan.block}"
     auto = f"{exact}; sparse, one pass, while dE and dC are estimated within {filtering.MAX_ERROR}"
-    how = {"cce-exact": exact, "cce": auto,
-           "cce-filter": f", dE without tiles of mass below {filtering.default_eps('mass', cut_dtype(args)):.1e}"}
+    how = {"cce-exact": exact, "cce": auto}
     yield base.describe_device(device) + (f" | {world.size} processes" if world.size > 1 else "")
     yield f"data    {data.origin}: {size:.1f} MiB to train, {held:.2f} to validate"
     yield f"        {epochs:.2f} epochs, hash {data.digest}"
@@ -1833,7 +1827,7 @@ def make_parser():
         help=f"of a loss or gradient that is not finite: end the run (stop), or leave out up to {SKIPS} steps in a row")
     add("--dtype", choices=("bf16", "fp32"), help="of the matrix products (bf16 where the GPU has it, else fp32)")
     add("--loss", choices=list(LOSSES),
-        help="gradient of the loss: sparse while that is close, else exact; exact; dE filtered; sparse; through logits")
+        help="gradient of the loss: sparse while that is close, else exact; exact; sparse; through logits")
     add("--tokens", choices=("bytes", "bigrams"), help="what a token of text is (from the preset)")
     add("--data", help="file or quoted glob of .txt or .bin shards (default: Python source on this machine)")
     add("--val", help="the same for validation (default: the last 1%% of --data)")
@@ -1996,7 +1990,7 @@ def check_tensor_parallel(args, local):
                             f"{-(-args.vocab // K) * K}")
     if args.loss in ("cce", "cce-sparse", "reference"):
         why = "makes all logits" if args.loss == "reference" else "takes its sample from one whole vocabulary"
-        raise base.BadInput(f"{asked} with --loss {args.loss}, which {why}: use --loss cce-exact or cce-filter")
+        raise base.BadInput(f"{asked} with --loss {args.loss}, which {why}: use --loss cce-exact")
     if args.moe:
         raise base.BadInput(f"{asked} with --moe {args.moe}: experts would not be cut, every process would run them "
                             "all: spread them with --sync ddp, without --tp")
