@@ -473,7 +473,7 @@ def test_statistics_count_calls_not_backwards():
     first, second = call(), call()
     first.backward(retain_graph=True)
     second.backward()
-    assert (stats.calls, stats.sparse) == (2, 2) and "measured" in str(stats)
+    assert (stats.calls, stats.sparse) == (2, 2) and stats.measured is not None
     with gfs.patched(capacity_for=lambda N, candidates: 8):
         third = call()
         for _ in range(3):
