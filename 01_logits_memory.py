@@ -924,15 +924,16 @@ def run_break(stage, name):
     """Plant bug `name` of stage["BREAKS"], by replacing a global that all callers look up, and run the one check that
     must catch it. 1 when it does, 0 when not, 2 when anything but the check fails."""
     check, attribute, bug = stage["BREAKS"][name]
+    called = f"check_{named([check])[check]}"
     stage[attribute] = bug
     try:
         call_check(check, default_device())
     except Exception as error:
         caught, first = isinstance(error, AssertionError), (str(error).strip() or "assertion").splitlines()[0]
-        said = f"caught by {check.__name__}" if caught else f"{check.__name__} broke down: {type(error).__name__}"
+        said = f"caught by {called}" if caught else f"{called} broke down: {type(error).__name__}"
         print(f"--break {name}: {said}: {first}", file=sys.stdout if caught else sys.stderr)
         return 1 if caught else 2
-    print(f"--break {name}: NOT caught by {check.__name__}")
+    print(f"--break {name}: NOT caught by {called}")
     return 0
 
 
