@@ -1608,8 +1608,9 @@ def check_auto(device="cpu"):
     with torch.no_grad():
         linear_cross_entropy(E, C, x, gradient="auto", stats=stats)
     base.require(stats.calls == calls + len(early) and "no gradient" in stats.reason, f"no gradient: {stats}")
-    how = Sparse("auto", 0.1, 0.02, 4, 1, 100, "torch", stats, None)
-    nothing, dC, dE = (refusal(1, 0, *off, 100, 10**6, 8, E.device, how) for off in ((0, 0), (0, 0.03), (math.nan, 0)))
+    how = Sparse("auto", 0.1, 0.02, 4, 1, 1000, "torch", stats, None)
+    offs = (0, 0), (0, 0.03), (math.nan, 0)
+    nothing, dC, dE = (refusal(1, 0, *off, 1000, 10**8, 64, E.device, how) for off in offs)
     base.require(nothing is None and "dC would" in dC and "dE would" in dE, f"refusals {nothing}, {dC}, {dE}")
 
 
@@ -1660,7 +1661,8 @@ def check_bad_input(device="cpu"):
              "stats go": dict(gradient="exact", stats=SparseStats()), "workspace": dict(workspace=-1),
              "eps goes": dict(gradient="exact", eps=0.1), "max_error goes": dict(max_error=0.1),
              "max_error is 0": dict(gradient="auto", max_error=0), "no softcap": dict(softcap=2.0),
-             "a slice": dict(shard=cce.Shard(0, 10, None)), "backend is 'triton'": dict(backend="triton")}
+             "a slice": dict(shard=cce.Shard(0, 10, None)), "pass it no bias": dict(bias=C[:, 0], sink=1),
+             "backend is 'triton'": dict(backend="triton")}
     for words, options in cases.items():
         call = functools.partial(linear_cross_entropy, E, C, x, **{"gradient": "sparse"} | options)
         base.must_raise(words, call)

@@ -425,6 +425,27 @@ def test_sparse_gradient_from_strided_inputs(dtype):
                 assert cce.error(g, w) < (1e-5 if dtype == torch.float32 else 3e-3)
 
 
+def test_sparse_gradient_of_the_lse_alone():
+    """Its upstream gradient is one number, expanded to all rows: a kernel that takes it for N numbers reads past it."""
+    E, C, x, eps = gfs.adversarial_problems(DEVICE, torch.bfloat16)["a Zipf law"]
+    results = []
+    for backend in ("torch", *gfs.filter_backends(DEVICE, torch.bfloat16, E.shape[1])):
+        _, lse = gfs.linear_cross_entropy(
+            E, C, x, gradient="sparse", eps=eps, backend=backend, reduction="none", return_lse=True)
+        results.append(torch.autograd.grad(lse.sum(), (E, C)))
+    for pair in zip(*results, strict=True):
+        assert all(cce.error(got, pair[0]) < 3e-3 for got in pair)
+
+
+def test_sparse_room_is_counted_in_rows_that_count():
+    """Nine of ten tokens are ignored and list nothing: the forecast speaks of a mean over all."""
+    E, C, x = gfs.trained_problem(1024, 16384, 32, torch.float32, DEVICE)
+    x = x.where(torch.arange(1024, device=DEVICE) % 10 == 0, -100)
+    stats = gfs.SparseStats()
+    gfs.linear_cross_entropy(E, C, x, gradient="sparse", eps=2**-9, stats=stats, backend="torch").backward()
+    assert stats.forecast[0] == pytest.approx(stats.measured[0].item(), rel=0.2)
+
+
 def test_sparse_gradient_on_awkward_shapes():
     """One row, two classes, no tokens, all ignored: as the exact gradient, since nothing is below 2^-12."""
     for N, V, D in [(1, 2, 8), (5, 70, 24), (0, 20, 8), (40, 3, 16)]:
