@@ -2935,7 +2935,7 @@ def check_classifier_use(device="cpu", N=24, V=300, D=128):
             h.stash() if later else h.arm(1.0, 1)
             leaf = E.clone().requires_grad_()
             total = forge_classifier(leaf, w, x, h["weight"], gradient=gradient)
-            with mock.patch.object(filtering, "refusal", lambda *numbers, **options: "refused"):
+            with mock.patch.object(filtering, "refusal", lambda *numbers: "refused"):
                 total.backward()
             kinds = [type(factor) for factor in h["weight"].factors]
             base.require(not later or kinds == [Classes] and h.release(1.0, 1), f"refused: {kinds} are kept")
