@@ -1652,6 +1652,20 @@ def check_room(device="cpu"):
                     base.require(cce.error(g, w) < (1e-5 if dtype == torch.float32 else 6e-3), f"{backend}: not exact")
 
 
+def check_costs():
+    """Section 7's worked examples; bytes for a forecast of 105 candidates a row, of which an H200 took 42.9 MiB."""
+    shape, cuda, cpu = (8192, 256000, 2304), torch.device("cuda"), torch.device("cpu")
+    small = sparse_passes(8192, 65536, 512, 0, cuda)
+    passes = [sparse_passes(*shape, 113, cuda), small, sparse_passes(*shape, 113, cpu)]
+    base.require(all(abs(a - b) < 0.01 for a, b in zip(passes, (1.475, 4.571, 1.288), strict=True)), f"passes {passes}")
+    capacity = capacity_for(8192, 105)
+    base.require(capacity == 24 * 2**16 and capacity_for(10, 0) == 2**16, f"room for {capacity} entries")
+    beyond = sparse_bytes(*shape, torch.bfloat16, capacity) / MIB
+    base.require(abs(beyond - 42.9) < 0.1, f"{beyond} MiB beyond dE, dC")
+    room = sparse_room(256000, 2304, torch.bfloat16, 100 * MIB)
+    base.require(room == (100 * MIB - 2 * 4096 * 2304) // 48, f"workspace for {room} entries")
+
+
 def check_bad_input(device="cpu"):
     """Each wrong argument: ValueError whose one line names it."""
     E, C, _, x = base.random_problem(6, 10, 4, torch.float32, device)
@@ -1685,7 +1699,7 @@ filter_kernels = functools.partial(check_filter, dtype=torch.bfloat16)
 sparse_kernels = functools.partial(check_sparse, dtype=torch.bfloat16, names=few)
 CHECKS = [check_corpus, check_filter, functools.partial(check_filter, rule="element"), filter_kernels, check_sample]
 CHECKS += [check_survey, check_lower_bound, check_error_of_dC, check_sparse, sparse_kernels, check_auto]
-CHECKS += [check_blind_spot, check_room, check_bad_input]
+CHECKS += [check_blind_spot, check_room, check_costs, check_bad_input]
 
 
 def _bound_too_high(*args, right=lower_bound):
