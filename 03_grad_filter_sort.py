@@ -276,12 +276,6 @@ def inverse(order):
     return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
-def any_row(flags):
-    """flags (tiles, N) bool -> (row tiles, tiles): is one set in the TILE_N rows of a tile?"""
-    padded = torch.nn.functional.pad(flags, (0, -flags.shape[1] % TILE_N))  # with False
-    return padded.unflatten(1, (-1, TILE_N)).any(2).T
-
-
 def target_tiles(position, V):
     """position (N,) of each row's target in the order, -1 for none -> (row tiles, tiles) bool: is one in the tile?"""
     N, tiles = len(position), -(-V // TILE_V)
@@ -293,7 +287,9 @@ def target_tiles(position, V):
 
 def reached(log_values, lse, counted, eps):
     """log_values (tiles, N): does a counted row of the tile reach eps of its exp(lse)? (row tiles, tiles) bool."""
-    return any_row((log_values - lse >= math.log(eps)) & counted)
+    flags = (log_values - lse >= math.log(eps)) & counted  # (tiles, N)
+    padded = torch.nn.functional.pad(flags, (0, -len(counted) % TILE_N))  # with False
+    return padded.unflatten(1, (-1, TILE_N)).any(2).T
 
 
 def tile_mask(keep, N, V):
@@ -716,7 +712,12 @@ def error_of_dC(left, g, share):
 def lower_bound(E, C, x, counted, head, mean_tail, entropy, eps, backend):
     """lse over the head (N,), the target's logit (N,), and the logit (N,) up to which p is certainly below eps."""
     if backend == "triton":
-        return listed_bound(E, C, x, counted, cce.tile_lse(E, C[head]), mean_tail, entropy, math.log(eps) - SLACK)
+        partial, (N, D), out = cce.tile_lse(E, C[head]), E.shape, torch.empty(3, len(E), device=E.device)
+        bound_kernel[(triton.cdiv(N, 16),)](
+            E, C, partial, x, counted, mean_tail, entropy, *out, math.log(eps) - SLACK, N, D, E.stride(0), C.stride(0),
+            len(partial), ROWS=16, BLOCK_D=128,
+        )
+        return tuple(out)
     lse_head, target_logit = cce.block_logits(E, C[head]).logsumexp(1), class_logits(E, C, x.clamp(min=0))
     tail = E.to(mean_tail.dtype) @ mean_tail + entropy  # (N,)
     floor = torch.maximum(torch.logaddexp(lse_head, tail), target_logit.masked_fill(x < 0, -math.inf))
@@ -751,8 +752,8 @@ class Readback:
 #     row_pass_kernel    a program a row        C[v] in registers gives the logit and, a moment later, its part of dE
 #     listed_rows_kernel a program a class     the sum over its entries of weight * E[row]: one writer, a fixed order
 #
-# The row pass is where a sparse gradient pays: 8192 rows with 113 candidates each fetch 925,000 rows of C of 4.6 kB, 4.3
-# GB in 1.4 ms on an H200. Each is used twice, for the logit and for dE, while it is in registers.
+# The row pass is where a sparse gradient pays: 8192 rows with 113 candidates each fetch 925,000 rows of C of 4.6 kB,
+# 4.3 GB in 1.4 ms on an H200. Each is used twice, for the logit and for dE, while it is in registers.
 #
 # The lists' room is fixed before they are filled, from the forecast. What does not fit is not written, only counted,
 # and the verdict has it made exactly.
@@ -805,15 +806,6 @@ def bound_kernel(
     tl.store(lse_head + rows, head, mask=inside)
     tl.store(target_logit + rows, hit, mask=inside)
     tl.store(threshold + rows, tl.where(counts, floor + log_eps, float("inf")), mask=inside)
-
-
-def listed_bound(E, C, x, counted, partial, mean_tail, entropy, log_eps):
-    (N, D), out = E.shape, torch.empty(3, len(E), device=E.device)
-    bound_kernel[(triton.cdiv(N, 16),)](
-        E, C, partial, x, counted, mean_tail, entropy, *out, log_eps, N, D, E.stride(0), C.stride(0), len(partial),
-        ROWS=16, BLOCK_D=128,
-    )
-    return tuple(out)
 
 
 @triton.jit

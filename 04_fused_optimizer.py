@@ -918,7 +918,7 @@ def listed_kernel(
     c, s, M, K, RULE: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, ENTRIES: tl.constexpr,
     SPAN: tl.constexpr,
 ):
-    """The step of SPAN tiles of W (M, K) from Columns c, each row's entries summed in registers."""
+    """The step of SPAN tiles of W (M, K) from ListedRows c, each row's entries summed in registers."""
     row, first, stop = listed_span(K, ROWS, COLS, SPAN)
     lists = lists_of_rows(c, row + tl.arange(0, ROWS), M)
     scalars, key = constants(s)
@@ -937,7 +937,7 @@ def listed_kernel(
 def listed_squares_kernel(
     c, squares, M, K, ROWS: tl.constexpr, COLS: tl.constexpr, ENTRIES: tl.constexpr, SPAN: tl.constexpr,
 ):
-    """squares (M, programs a row): of the gradient that Columns c stand for, the sum of squares of SPAN tiles."""
+    """squares (M, programs a row): of the gradient that ListedRows c stand for, the sum of squares of SPAN tiles."""
     row, first, stop = listed_span(K, ROWS, COLS, SPAN)
     rows, across = row + tl.arange(0, ROWS), tl.cdiv(K, SPAN * COLS)
     lists, total = lists_of_rows(c, rows, M), tl.zeros((ROWS,), tl.float32)
