@@ -166,7 +166,7 @@ def small_config(device):
     """(configuration, sequences a step, steps) for seconds of training on pairs of bytes, on a CPU of ASCII bytes."""
     if device.type == "cuda":
         return base.GPTConfig(256**2, 256, 4, 8, 512), 32, 120
-    return base.GPTConfig(128**2, 64, 1, 2, 64), 6, 30
+    return base.GPTConfig(128**2, 64, 1, 2, 64), 4, 30
 
 
 def train_small(device, text, loss, seed=0):
