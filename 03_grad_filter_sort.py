@@ -633,8 +633,8 @@ def write_rows(out, listed, top=0, add=False, backend="torch"):
 # The blind spot. What the sample does not have, it cannot tell. A kind of row rarer than one in R may be missed: its
 # tail may point elsewhere, its rows be all wrong, and the estimate still be small. 2 % of such rows, which one sample
 # in 13 misses (0.98^128), are enough for an error above the limit, reported as below it (check_blind_spot). A
-# second look, at 32 fresh rows after the pass, reads C twice more: 0.7 ms, 3 to 6 % of a call, and every second such
-# look would miss them, too (0.98^32). It is not taken. A training run samples other rows in each step.
+# second look, at 32 fresh rows after the pass, reads C twice more: 0.9 ms on an H100, 3 to 6 % of a call; and every
+# second such look would miss them, too (0.98^32). It is not taken. A training run samples other rows in each step.
 
 SAMPLE, SLACK = 128, 1e-3  # rows; of the bound: far more than logits made twice may differ by
 
