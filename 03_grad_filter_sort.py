@@ -750,7 +750,7 @@ class Readback:
 #     cumulative sum     rows' counts           [0, 2, 5, 5, ...]     where each row's list begins: no lock, no race
 #     list_kernel        words -> (row, class)  (0, 2) (0, 6) ...     a word gives its lowest bit as long as it has one
 #     row_pass_kernel    a program a row        C[v] in registers gives the logit and, a moment later, its part of dE
-#     listed_rows_kernel a program a class     the sum over its entries of weight * E[row]: one writer, a fixed order
+#     listed_rows_kernel a program a class      the sum over its entries of weight * E[row]: one writer, fixed order
 #
 # The row pass is where a sparse gradient pays: 8192 rows with 113 candidates each fetch 925,000 rows of C of 4.6 kB,
 # 4.3 GB in 1.4 ms on an H200. Each is used twice, for the logit and for dE, while it is in registers.
