@@ -415,19 +415,34 @@ def listed_gradient_kernel(
 
 
 @triton.jit
+def listed_sum(
+    A, B, row, col, lists, count, TILE: tl.constexpr, TRANSPOSED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_K: tl.constexpr,
+):
+    """A block (BLOCK_M, BLOCK_W) of A @ B, or A^T @ B, over the TILE columns of A and rows of B of each listed tile."""
+    acc = tl.zeros((BLOCK_M, BLOCK_W), tl.float32)
+    for step in range(0, count * (TILE // BLOCK_K)):
+        k = tl.load(lists + step // (TILE // BLOCK_K)) * TILE + step % (TILE // BLOCK_K) * BLOCK_K
+        if TRANSPOSED:
+            a = tl.trans(A.load([k, row]))
+        else:
+            a = A.load([row, k])
+        acc = dot(a, B.load([k, col]), acc)
+    return acc
+
+
+@triton.jit
 def listed_dE_kernel(
     G, C, dE, lists, counts, D, length, BLOCKS: tl.constexpr, TILE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
-    """A block of dE (N, D) += G (N, W) @ C (W, D) over the TILE columns of each listed tile; BLOCKS share a list."""
-    across = tl.cdiv(D, BLOCK_W)
-    block, col = tl.program_id(0) // across, tl.program_id(0) % across * BLOCK_W
-    acc = tl.zeros((BLOCK_M, BLOCK_W), tl.float32)
-    for step in range(0, tl.load(counts + block // BLOCKS) * (TILE // BLOCK_K)):
-        tile = tl.load(lists + block // BLOCKS * length + step // (TILE // BLOCK_K))
-        k = tile * TILE + step % (TILE // BLOCK_K) * BLOCK_K
-        acc = dot(G.load([block * BLOCK_M, k]), C.load([k, col]), acc)
-    dE.store([block * BLOCK_M, col], acc + dE.load([block * BLOCK_M, col]))
+    """A block of dE (N, D) += G (N, W) @ C (W, D); BLOCKS blocks of rows share a list."""
+    block, col = tl.program_id(0) // tl.cdiv(D, BLOCK_W), tl.program_id(0) % tl.cdiv(D, BLOCK_W) * BLOCK_W
+    own, row = block // BLOCKS, block * BLOCK_M
+    acc = listed_sum(
+        G, C, row, col, lists + own * length, tl.load(counts + own), TILE, False, BLOCK_M, BLOCK_W, BLOCK_K
+    )
+    dE.store([row, col], acc + dE.load([row, col]))
 
 
 @triton.jit
@@ -435,15 +450,13 @@ def listed_dC_kernel(
     G, E, dC, lists, counts, classes, W, D, length, BLOCKS: tl.constexpr, TILE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
-    """A block of G^T (W, N) @ E (N, D) over the TILE rows of each listed tile; row m goes to row classes[m] of dC."""
-    across = tl.cdiv(D, BLOCK_W)
-    block, col = tl.program_id(0) // across, tl.program_id(0) % across * BLOCK_W
-    acc = tl.zeros((BLOCK_M, BLOCK_W), tl.float32)
-    for step in range(0, tl.load(counts + block // BLOCKS) * (TILE // BLOCK_K)):
-        tile = tl.load(lists + block // BLOCKS * length + step // (TILE // BLOCK_K))
-        k = tile * TILE + step % (TILE // BLOCK_K) * BLOCK_K
-        acc = dot(tl.trans(G.load([k, block * BLOCK_M])), E.load([k, col]), acc)
-    m, cols = block * BLOCK_M + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_W)
+    """A block of G^T (W, N) @ E (N, D), whose row m goes to row classes[m] of dC."""
+    block, col = tl.program_id(0) // tl.cdiv(D, BLOCK_W), tl.program_id(0) % tl.cdiv(D, BLOCK_W) * BLOCK_W
+    own, row = block // BLOCKS, block * BLOCK_M
+    acc = listed_sum(
+        G, E, row, col, lists + own * length, tl.load(counts + own), TILE, True, BLOCK_M, BLOCK_W, BLOCK_K
+    )
+    m, cols = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_W)
     at = dC + tl.load(classes + m, mask=m < W, other=0)[:, None] * D + cols[None, :]
     tl.store(at, acc.to(dC.dtype.element_ty), mask=(m < W)[:, None] & (cols < D)[None, :])
 
