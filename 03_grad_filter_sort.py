@@ -176,7 +176,8 @@ def train_small(device, text, loss, seed=0):
     torch.manual_seed(seed)
     with device:
         model = base.GPT(config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3 if device.type == "cuda" else 2e-2, fused=True)
+    rate = 2e-3 if device.type == "cuda" else 2e-2
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     rng, late = np.random.default_rng(seed), []
     for step in range(steps):
         starts = rng.integers(0, len(text) - config.seq - 1, batch)
@@ -189,27 +190,36 @@ def train_small(device, text, loss, seed=0):
         if step >= 0.8 * steps:
             without = (model.classifier.grad == 0).all(1).float().mean()
             late.append(torch.stack((value.detach(), without)))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.param_groups[0]["lr"] = rate * min(1.0, (step + 1) / (0.2 * steps))  # warm-up
         optimizer.step()
         optimizer.zero_grad()
     return E.detach(), model.classifier.detach(), tokens[:, 1:].flatten(), *torch.stack(late).mean(0).tolist()
 
 
-def measure_training(device, seeds=3):
+def filtered(E, C, x, **options):
+    """filtered_cross_entropy for autograd: a number whose value is the loss, and whose gradients are dE and dC."""
+    loss, dE, dC, _ = filtered_cross_entropy(E, C, x, **options)
+    known = (E * dE).sum() + (C * dC).sum()
+    return loss + known - known.detach()
+
+
+def measure_training(device):
     """What the paper warns of: dC, filtered, leaves the classifier's rows of rare tokens where they are. By the mass
-    rule this comes later, when tiles as a whole have become improbable. (A training so short, without warm-up and
-    clipping, has spikes: its loss differs more between seeds than between gradients.) Returns E, C, targets of the last
-    exact model, and {gradient: mean share of rows without gradient}."""
+    rule this comes later, when tiles as a whole have become improbable. Returns E, C, targets of the last exact model,
+    and {gradient: share of rows without gradient}."""
     text = corpus("bigrams", limit=16 * MIB).train
     if device.type == "cpu":
         text = text[(text & 0x8080) == 0]
         text = (text >> 8) * 128 + (text & 0x7F)
-    ways = {"exact": cce.linear_cross_entropy, "sparse": functools.partial(linear_cross_entropy, gradient="sparse")}
+    sparse = functools.partial(linear_cross_entropy, gradient="sparse")
+    ways = {"exact": (cce.linear_cross_entropy, 3), "sparse": (sparse, 3)}  # and how many seeds
     for rule, only_dE in (("element", False), ("element", True), ("mass", False)):
-        filtered = functools.partial(filtered_cross_entropy, rule=rule, eps=PAPER_EPS[rule], only_dE=only_dE)
-        ways[f"{rule}, {'only dE' if only_dE else 'both'}"] = lambda *problem, f=filtered: f(*problem)[0]
-    print(f"  {'gradient':<18}{f'loss at the end, {seeds} seeds':>28}{'rows of C without gradient':>28}")
+        loss = functools.partial(filtered, rule=rule, only_dE=only_dE)
+        ways[f"{rule}, {'only dE' if only_dE else 'both'}"] = loss, 1
+    print(f"  {'gradient':<18}{'loss at the end, by seed':>28}{'rows of C without gradient':>28}")
     problems, starved = {}, {}
-    for name, loss in ways.items():
+    for name, (loss, seeds) in ways.items():
         runs = [train_small(device, text, loss, seed) for seed in range(seeds)]
         problems[name], starved[name] = runs[-1][:3], statistics.mean(run[4] for run in runs)
         print(f"  {name:<18}{'  '.join(f'{run[3]:.3f}' for run in runs):>28}{100 * starved[name]:26.1f} %")
@@ -319,17 +329,16 @@ def kept_tiles(E, C, x, rule, eps, sort, kernels):
 
 
 def filtered_gradients(E, C, x, rule, eps, sort, only_dE, kernels):
-    """Mean loss () (exact), dE (N, D), dC (V, D) and FilterStats; x (N,), -100: ignored. See filtered_cross_entropy."""
+    """What filtered_cross_entropy returns, once its arguments are checked."""
     order, position, partial, lse, keep = kept_tiles(E, C, x, rule, eps, sort, kernels)
     counted, (sums, narrow) = position >= 0, base.product_dtypes(E)
     g = base.token_weights(counted)  # (N,): 1 / how many are counted
-    dE = torch.zeros(E.shape, dtype=sums, device=E.device)
-    dC = torch.empty_like(C, dtype=sums if kernels and INTERPRETED else None)  # the interpreter truncates to bf16
+    dE, dC = torch.zeros(E.shape, dtype=sums, device=E.device), torch.empty_like(C)
     for start, stop in cce.pieces(C.shape[0], SLICE):
         classes, part_keep = order[start:stop], keep[:, start // TILE_V : -(-stop // TILE_V)]
         rows = C[classes]  # (W, D)
         if kernels:
-            listed_products(dE, dC, E, rows, classes, position - start, lse, g, part_keep)
+            dC[classes] = listed_products(dE, E, rows, position - start, lse, g, part_keep)
             continue
         logits = cce.block_logits(E, rows)  # (N, W)
         G = cce.gradient_from_logits(logits, position - start, lse, g, g).to(narrow)  # (N, W)
@@ -340,7 +349,7 @@ def filtered_gradients(E, C, x, rule, eps, sort, only_dE, kernels):
     loss = ((lse - class_logits(E, C, x.where(counted, 0))) * g).sum()
     gone = ~keep.repeat_interleave(TILE_N, 0)[: len(E)] & counted[:, None]  # (N, tiles)
     dropped, bound = ((partial - lse).exp().T * gone).sum(1), gone.sum(1) * eps * (1 if rule == "mass" else TILE_V)
-    return loss, dE.to(E.dtype), dC.to(C.dtype), FilterStats(keep, dropped, bound, order)
+    return loss, dE.to(E.dtype), dC, FilterStats(keep, dropped, bound, order)
 
 
 def class_logits(E, C, classes):
@@ -349,37 +358,21 @@ def class_logits(E, C, classes):
     return (E.to(sums) * C[classes].to(sums)).sum(1)
 
 
-class _Known(torch.autograd.Function):
-    """A mean loss whose gradients are known by the time it is: backward, once, multiplies them by a number."""
-
-    @staticmethod
-    def forward(ctx, E, C, loss, dE, dC):
-        ctx.known = dE, dC
-        return loss.clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        base.refuse((ctx.known is None, "a filtered loss takes one backward: call it again"))
-        known, ctx.known = ctx.known, None
-        return *(gradient.mul_(grad) for gradient in known), None, None, None
-
-
+@torch.no_grad()
 def filtered_cross_entropy(E, C, x, rule="mass", eps=None, sort=True, only_dE=False, backend="auto"):
-    """Mean cross-entropy of E (N, D) @ C.T, C (V, D), against x (N,) int64 (-100: ignored), and its FilterStats. The
-    loss is exact; its gradients leave out the tiles that `rule`, "mass" or "element", drops at `eps` (None: PAPER_EPS).
-    only_dE: dC is exact. fp32 or bf16 (under autocast). Kernels for "mass", both products, bf16 on Hopper; else blocked
-    PyTorch, which makes every tile and zeroes some: no time is saved. One backward. BadInput. arXiv 2411.09009."""
+    """A lesson, not a layer: mean cross-entropy () of E (N, D) @ C.T, C (V, D), against x (N,) int64 (-100: ignored),
+    which is exact; dE (N, D) and dC (V, D) without the tiles that `rule`, "mass" or "element", drops at eps (None:
+    PAPER_EPS; only_dE: dC is exact); and FilterStats. fp32, or bf16 as under autocast. Kernels for "mass", both
+    products, bf16 on Hopper; else blocked PyTorch, which makes every tile and zeroes some: no time is saved. BadInput.
+    arXiv 2411.09009."""
     base.refuse((rule not in PAPER_EPS, f"rule is {rule!r}: use 'mass' or 'element'"),
                 (eps is not None and not 0 < eps < 1, f"eps is {eps!r}: use a number between 0 and 1"),
                 (E.dim() != 2, f"E is {tuple(E.shape)}: flatten it to (tokens, width)"))
     E, C, wish = cce.checked_inputs(E, C, x, None, -100, None, "mean", backend, None, None)
     E, C = cce.kernel_inputs(E, C)
     kernels = wish == "triton" and cce.takes_descriptors(E, C) and rule == "mass" and not only_dE
-    eps = PAPER_EPS[rule] if eps is None else eps
-    with torch.no_grad(), torch.autocast(E.device.type, enabled=False):
-        loss, dE, dC, stats = filtered_gradients(E, C, x, rule, eps, sort, only_dE, kernels)
-    return _Known.apply(E, C, loss, dE, dC), stats
+    with torch.autocast(E.device.type, enabled=False):
+        return filtered_gradients(E, C, x, rule, eps or PAPER_EPS[rule], sort, only_dE, kernels)
 
 
 # ==== 3. The same with kernels: make the listed tiles of G, multiply with the listed tiles ============================
@@ -415,50 +408,26 @@ def listed_gradient_kernel(
 
 
 @triton.jit
-def listed_sum(
-    A, B, row, col, lists, count, TILE: tl.constexpr, TRANSPOSED: tl.constexpr,
+def listed_product_kernel(
+    A, B, out, lists, counts, D, length, TRANSPOSED: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
-    """A block (BLOCK_M, BLOCK_W) of A @ B, or A^T @ B, over the TILE columns of A and rows of B of each listed tile."""
+    """A block of out += A @ B, or TRANSPOSED of out = A^T @ B, over the listed tiles: TILE columns of A, rows of B.
+    BLOCKS blocks of rows share one of the lists (lists, length)."""
+    block, col = tl.program_id(0) // tl.cdiv(D, BLOCK_W), tl.program_id(0) % tl.cdiv(D, BLOCK_W) * BLOCK_W
+    own, row = block // BLOCKS, block * BLOCK_M
     acc = tl.zeros((BLOCK_M, BLOCK_W), tl.float32)
-    for step in range(0, count * (TILE // BLOCK_K)):
-        k = tl.load(lists + step // (TILE // BLOCK_K)) * TILE + step % (TILE // BLOCK_K) * BLOCK_K
+    for step in range(0, tl.load(counts + own) * (TILE // BLOCK_K)):
+        tile = tl.load(lists + own * length + step // (TILE // BLOCK_K))
+        k = tile * TILE + step % (TILE // BLOCK_K) * BLOCK_K
         if TRANSPOSED:
             a = tl.trans(A.load([k, row]))
         else:
             a = A.load([row, k])
         acc = dot(a, B.load([k, col]), acc)
-    return acc
-
-
-@triton.jit
-def listed_dE_kernel(
-    G, C, dE, lists, counts, D, length, BLOCKS: tl.constexpr, TILE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_K: tl.constexpr,
-):
-    """A block of dE (N, D) += G (N, W) @ C (W, D); BLOCKS blocks of rows share a list."""
-    block, col = tl.program_id(0) // tl.cdiv(D, BLOCK_W), tl.program_id(0) % tl.cdiv(D, BLOCK_W) * BLOCK_W
-    own, row = block // BLOCKS, block * BLOCK_M
-    acc = listed_sum(
-        G, C, row, col, lists + own * length, tl.load(counts + own), TILE, False, BLOCK_M, BLOCK_W, BLOCK_K
-    )
-    dE.store([row, col], acc + dE.load([row, col]))
-
-
-@triton.jit
-def listed_dC_kernel(
-    G, E, dC, lists, counts, classes, W, D, length, BLOCKS: tl.constexpr, TILE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_K: tl.constexpr,
-):
-    """A block of G^T (W, N) @ E (N, D), whose row m goes to row classes[m] of dC."""
-    block, col = tl.program_id(0) // tl.cdiv(D, BLOCK_W), tl.program_id(0) % tl.cdiv(D, BLOCK_W) * BLOCK_W
-    own, row = block // BLOCKS, block * BLOCK_M
-    acc = listed_sum(
-        G, E, row, col, lists + own * length, tl.load(counts + own), TILE, True, BLOCK_M, BLOCK_W, BLOCK_K
-    )
-    m, cols = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_W)
-    at = dC + tl.load(classes + m, mask=m < W, other=0)[:, None] * D + cols[None, :]
-    tl.store(at, acc.to(dC.dtype.element_ty), mask=(m < W)[:, None] & (cols < D)[None, :])
+    if not TRANSPOSED:
+        acc += out.load([row, col])
+    out.store([row, col], acc.to(out.dtype))
 
 
 def kept_first(keep):
@@ -471,23 +440,25 @@ def descriptor(matrix, *block):
     return cce.TensorDescriptor.from_tensor(matrix, list(block))
 
 
-def listed_products(dE, dC, E, C, classes, targets, lse, g, keep):
-    """dE (N, D) fp32 += G C and dC[classes] (W, D) = G^T E of a slice C (W, D), over the tiles that keep lists."""
+def listed_products(dE, E, C, targets, lse, g, keep):
+    """dE (N, D) fp32 += G C, and G^T E (W, D), of a slice C (W, D), over the tiles that keep lists."""
     (N, D), W, (M, S, K) = E.shape, C.shape[0], (PRODUCT[name] for name in ("BLOCK_M", "BLOCK_W", "BLOCK_K"))
     G, across = cce.empty_gradient(E, W), triton.cdiv(D, S)  # G (N, W)
+    dC = torch.empty(W, D, device=E.device, dtype=torch.float32 if INTERPRETED else C.dtype)  # it truncates to bf16
     listed_gradient_kernel[cce.programs(E)](
         cce.fetched(E, "BLOCK_N", "BLOCK_D"), cce.fetched(C, "BLOCK_V", "BLOCK_D"),
         cce.fetched(G, "BLOCK_N", "BLOCK_V"), targets, lse, g, *kept_first(keep.reshape(1, -1)), N, W, D,
         **cce.TILES["descriptors"],
     )
-    listed_dE_kernel[(triton.cdiv(N, M) * across,)](
+    listed_product_kernel[(triton.cdiv(N, M) * across,)](
         descriptor(G, M, K), descriptor(C, K, S), descriptor(dE, M, S), *kept_first(keep), D, keep.shape[1],
-        BLOCKS=TILE_N // M, TILE=TILE_V, **PRODUCT,
+        TRANSPOSED=False, BLOCKS=TILE_N // M, TILE=TILE_V, **PRODUCT,
     )
-    listed_dC_kernel[(triton.cdiv(W, M) * across,)](
-        descriptor(G, K, M), descriptor(E, K, S), dC, *kept_first(keep.T), classes, W, D, keep.shape[0],
-        BLOCKS=TILE_V // M, TILE=TILE_N, **PRODUCT,
+    listed_product_kernel[(triton.cdiv(W, M) * across,)](
+        descriptor(G, K, M), descriptor(E, K, S), descriptor(dC, M, S), *kept_first(keep.T), D, keep.shape[0],
+        TRANSPOSED=True, BLOCKS=TILE_V // M, TILE=TILE_N, **PRODUCT,
     )
+    return dC.to(C.dtype)
 
 
 # ==== 4. The sparse gradient: a dense head, a sparse tail, one pass over the logits ===================================
@@ -1120,7 +1091,7 @@ def refusal(candidates, dropped, error_E, error_C, N, how):
 class SparseStats(types.SimpleNamespace):
     """What became of a call, or of several when passed to each of them.
 
-    calls, sparse: how many wanted a gradient, and got a sparse one. Of the last: decision "sparse" or "exact" (final
+    calls, sparse: how many wanted a gradient; backwards that gave a sparse one. Of the last: decision "sparse" or "exact" (final
     after backward) and reason; forecast, three numbers, and after a sparse backward measured (4,): a row's mean number
     of candidates and probability dropped, the relative errors of dE and (measured) dC; dropped (N,), the probability
     that each row lost; survey. Tensors are on the device; what does not apply is None."""
@@ -1161,7 +1132,7 @@ class _SparseCrossEntropy(torch.autograd.Function):
             lse, entries = blocked_entries(E, C, x, threshold, found.head)
         left = left_over(sample, found.mean_tail)
         ctx.save_for_backward(E, C, x, counted, lse, lse_head, *found, *left, *entries)
-        ctx.how, ctx.revoked = how, False
+        ctx.how = how
         return lse, target_logit.clone()
 
     @staticmethod
@@ -1190,13 +1161,12 @@ class _SparseCrossEntropy(torch.autograd.Function):
 
         refused = refusal(*answer.read(), len(E), how)
         if refused is None:
-            stats.measured, stats.dropped = measured, m
+            stats.sparse, stats.measured, stats.dropped = stats.sparse + 1, measured, m
             if need[1] and how.sink:
                 how.sink.begin()
                 how.sink.listed(listed)
         else:
             stats.reset("exact", refused)
-            stats.sparse, ctx.revoked = stats.sparse - (not ctx.revoked), True
             del dE, dC, listed, head_part
             dE, dC = cce.sliced_gradients(need, *rows, None, how.backend, how.block, how.sink)
         return dE, dC, *[None] * 8
@@ -1328,8 +1298,7 @@ def sparse_lse(E, C, targets, counted, softcap, how):
         if how.gradient == "auto" and not refused and not passes < how.passes:
             refused = f"{numbers[0]:.0f} candidates a row, {passes:.1f} passes' worth of time: exact takes {how.passes}"
     stats.reset("exact" if refused else "sparse", refused or "the forecast is within its limits")
-    stats.calls, stats.sparse = stats.calls + 1, stats.sparse + (not refused)
-    stats.survey, stats.forecast = found, numbers
+    stats.calls, stats.survey, stats.forecast = stats.calls + 1, found, numbers
     if refused:
         return None
     how = how._replace(capacity=min(how.capacity, capacity_for(N, numbers[0])))
@@ -1365,14 +1334,18 @@ def filter_problem(device, dtype=torch.float32, seed=0, D=40):
     return E, C, x.where(~ignored, -100)
 
 
-def dense_filtered(E, C, x, mask, only_dE):
-    """The filter on dense logits in the dtype of E: [loss (), dE, dC], of G where mask (N, V); and softmax (N, V)."""
+def dense_gradients(E, C, x, keep, g, h=0.0, found=None):
+    """On dense logits made in the dtype of E: losses (N,), dE and dC for upstream gradients g (N,) of the losses and h
+    of lse, from the entries where keep (N, V); and m (N,), the probability dropped, for which `found` has a tail."""
     logits = (E @ C.T).to(torch.promote_types(E.dtype, torch.float32))
-    p, kept = logits.softmax(1), x >= 0
-    onehot = torch.nn.functional.one_hot(x.clamp(min=0), C.shape[0]) * kept[:, None]
-    G = ((p * kept[:, None] - onehot) / kept.sum()).to(E.dtype)  # (N, V)
-    loss = ((logits.logsumexp(1) - (logits * onehot).sum(1)) * kept).sum() / kept.sum()
-    return [loss, (G * mask) @ C, (G if only_dE else G * mask).T @ E], p
+    p, counts = logits.softmax(1), x >= 0
+    onehot = torch.nn.functional.one_hot(x.clamp(min=0), C.shape[0]).bool() & counts[:, None]
+    G = (((g * counts + h)[:, None] * p - g[:, None] * onehot) * keep).to(E.dtype)  # (N, V)
+    m, dE, dC = (p * ~keep).sum(1), G @ C, G.T @ E
+    if found is not None:
+        weight, mean_tail, prior = (t.to(E.dtype) for t in ((g * counts + h) * m, found.mean_tail, found.prior))
+        dE, dC = dE + torch.outer(weight, mean_tail), dC + torch.outer(prior, weight @ E)
+    return [(logits.logsumexp(1) - (logits * onehot).sum(1)) * counts, dE, dC], m
 
 
 def check_filter(device="cpu", dtype=torch.float32, rule="mass", only_dE=False, sort=True, seed=0):
@@ -1393,13 +1366,17 @@ def check_filter(device="cpu", dtype=torch.float32, rule="mass", only_dE=False, 
     columns = (p * counted[:, None])[:, order].split(TILE_V, 1)
     values = torch.stack([c.amax(1) if rule == "element" else c.sum(1) for c in columns], 1)  # (N, tiles)
     tiles = torch.stack([v.amax(0) for v in values.split(TILE_N)])  # (row tiles, tiles)
-    eps = tiles[~held].median().item()
+    eps, weights = tiles[~held].median().item(), counted / counted.sum(dtype=torch.float64)
+
+    def dense(E, C):
+        (losses, dE, _), _ = dense_gradients(E, C, x, mask, weights)
+        return (losses * weights).sum(), dE, dense_gradients(E, C, x, mask | only_dE, weights)[0][2]
+
     for backend in filter_backends(device, dtype, E.shape[1]):
-        name, runs = f"{backend} {dtype} rule {rule}, only_dE {only_dE}, sort {sort}", []
-        for _ in range(2):
-            with patched(SLICE=4 * TILE_V):
-                loss, stats = filtered_cross_entropy(E, C, x, rule, eps, sort, only_dE, backend)
-            runs.append([loss.detach(), *torch.autograd.grad(2 * loss, (E, C))])
+        name = f"{backend} {dtype} rule {rule}, only_dE {only_dE}, sort {sort}"
+        with patched(SLICE=4 * TILE_V):
+            *got, stats = filtered_cross_entropy(E, C, x, rule, eps, sort, only_dE, backend)
+            again = filtered_cross_entropy(E, C, x, rule, eps, sort, only_dE, backend)
         base.require(torch.equal(stats.order, order), f"{name}: another order")
         near = (tiles / eps).log().abs() < (1e-3 if dtype == torch.float32 else 5e-2)  # rounding may decide these
         base.require(((stats.keep == (held | (tiles >= eps))) | near).all(), f"{name}: other tiles are kept")
@@ -1410,11 +1387,10 @@ def check_filter(device="cpu", dtype=torch.float32, rule="mass", only_dE=False, 
         base.require((stats.dropped <= stats.bound * 1.001).all(), f"{name}: more is lost than the bound allows")
         bound = gone * counted * eps * (TILE_V if rule == "element" else 1)
         base.require((stats.bound - bound).abs().max() < 1e-3, f"{name}: the bound is not {bound.max().item()}")
-        (want, _), (peer, _) = (dense_filtered(*pair, x, mask, only_dE) for pair in (exact, (E.detach(), C.detach())))
-        for part, got, p_, w, times in zip(("loss", "dE", "dC"), runs[0], peer, want, (1, 2, 2), strict=True):
+        for part, *values in zip(("loss", "dE", "dC"), got, dense(E.detach(), C.detach()), dense(*exact), strict=True):
             slack = 2e-6 if dtype == torch.float32 or part == "loss" else 1e-3
-            cce.require_as_good(f"{name}: {part}", got, times * p_, times * w, slack)
-        base.require(all(map(torch.equal, *runs)), f"{name}: two runs on the same input differ")
+            cce.require_as_good(f"{name}: {part}", *values, slack)
+        base.require(all(map(torch.equal, got, again)), f"{name}: two runs on the same input differ")
 
 
 def adversarial_problems(device, dtype, D=24, seed=0):
@@ -1445,19 +1421,6 @@ def adversarial_problems(device, dtype, D=24, seed=0):
     return found
 
 
-def dense_sparse(E, C, x, found, keep, g, h):
-    """The sparse gradient on dense logits made in the dtype of E: [loss (N,), dE, dC] for upstream gradients g (N,) of
-    the losses and h of lse, entries (N, V) of the tail to keep given; and m (N,), the probability dropped."""
-    logits = (E @ C.T).to(torch.promote_types(E.dtype, torch.float32))
-    p, counts = logits.softmax(1), x >= 0
-    onehot = torch.nn.functional.one_hot(x.clamp(min=0), C.shape[0]).bool() & counts[:, None]
-    G = (((g * counts + h)[:, None] * p - g[:, None] * onehot) * keep).to(E.dtype)  # (N, V)
-    m = (p * ~keep).sum(1)  # (N,)
-    weight, mean_tail, prior = (t.to(E.dtype) for t in ((g * counts + h) * m, found.mean_tail, found.prior))
-    dE, dC = G @ C + torch.outer(weight, mean_tail), G.T @ E + torch.outer(prior, weight @ E)
-    return [(logits.logsumexp(1) - (logits * onehot).sum(1)) * counts, dE, dC], m
-
-
 def check_sparse(device="cpu", dtype=torch.float32, lse_weight=0.0, seed=0, names=None):
     """Loss, gradients and dropped probability of what is hard: rows that lie in the tail, a class that every row lists,
     classes that no row lists, entries that lie on the threshold, ignored rows. In several bands; two runs give the same
@@ -1486,8 +1449,8 @@ def check_sparse(device="cpu", dtype=torch.float32, lse_weight=0.0, seed=0, name
             # Where all p are eps exactly, m tells on which side of it rounding has put them.
             lower = 1 - 1e-5 if stats.dropped.max() < 0.1 else 1 + 1e-5
             keep |= p >= eps * (lower if name == "ties" else 1)
-            want, m = dense_sparse(*exact, x, stats.survey, keep, weight.double(), lse_weight)
-            peer, _ = dense_sparse(*(t.detach() for t in (E, C)), x, stats.survey, keep, weight, lse_weight)
+            want, m = dense_gradients(*exact, x, keep, weight.double(), lse_weight, stats.survey)
+            peer, _ = dense_gradients(E.detach(), C.detach(), x, keep, weight, lse_weight, stats.survey)
             base.require((stats.dropped - m * counted).abs().max() < 1e-4, f"{title}: other entries are dropped")
             for part, g, q, w in zip(("loss", "dE", "dC"), runs[0], peer, want, strict=True):
                 # m = 1 - head - kept is off by a few 2^-24 whatever its size; one lost entry would be 2^-9.
@@ -1824,9 +1787,8 @@ def measure_row(device, row, loss, stats, E, C, x, want):
     (N, D), V, cuda = E.shape, C.shape[0], device.type == "cuda"
 
     def both():
-        value = loss(E, C, x)
-        value, *said = value if isinstance(value, tuple) else (value,)
-        return *torch.autograd.grad(value, (E, C)), *said
+        value = loss(E, C, x)  # a filter's with dE, dC and FilterStats
+        return value[1:] if isinstance(value, tuple) else torch.autograd.grad(value, (E, C))
 
     dE, dC, *said = both()
     others = torch.ones(V, dtype=torch.bool, device=device).index_fill_(0, x, False)  # (V,)
@@ -1878,8 +1840,9 @@ def measure(device, ledger, E, C, x, name, readme=False):
         ledger.row("sparse: beyond dE, dC", "sparse_bytes", sparse_bytes(N, V, D, torch.bfloat16, capacity) / MIB,
                    sparse.beyond / MIB if kernels else None, band=(0.8, 1.2))
         left = [math.hypot(*pair) for pair in zip(left, exact.errors, strict=False)]  # and rounding
-        ledger.row("sparse: error of dE", "sample, rounding", left[0], sparse.errors[0], "", (0.8, 1.25))
-        ledger.row("sparse: error of dC", "at most (head's length)", left[1], sparse.errors[1], "", (0, 1.25))
+        low, high = (0.8, 1.25) if N >= 1024 else (0.6, 1.6)  # on a CPU, N = 256: 0.73 to 1.37 over eight seeds
+        ledger.row("sparse: error of dE", "sample, rounding", left[0], sparse.errors[0], "", (low, high))
+        ledger.row("sparse: error of dC", "at most (head's length)", left[1], sparse.errors[1], "", (0, high))
         passes, busy = sparse_passes(N, V, D, candidates, device), N * V * D > 2 * FIXED_COST  # else the host decides
         ledger.row("sparse: passes", "sparse_passes", passes, sparse.passes, "", (0.8, 1.2) if busy else None)
     if readme:
