@@ -1091,10 +1091,10 @@ def refusal(candidates, dropped, error_E, error_C, N, how):
 class SparseStats(types.SimpleNamespace):
     """What became of a call, or of several when passed to each of them.
 
-    calls, sparse: how many wanted a gradient; backwards that gave a sparse one. Of the last: decision "sparse" or "exact" (final
-    after backward) and reason; forecast, three numbers, and after a sparse backward measured (4,): a row's mean number
-    of candidates and probability dropped, the relative errors of dE and (measured) dC; dropped (N,), the probability
-    that each row lost; survey. Tensors are on the device; what does not apply is None."""
+    calls, sparse: how many wanted a gradient; backwards that gave a sparse one. Of the last: decision, "sparse" or
+    "exact" (final after backward), and reason; forecast, three numbers, and after a sparse backward measured (4,): a
+    row's mean number of candidates and probability dropped, the relative errors of dE and (measured) dC; dropped (N,),
+    the probability that each row lost; survey. Tensors are on the device; what does not apply is None."""
 
     def __init__(self):
         super().__init__(calls=0, sparse=0)
