@@ -1324,13 +1324,13 @@ def filter_backends(device, dtype, D):
 
 def filter_problem(device, dtype=torch.float32, seed=0, D=40):
     """E, C, x of a few tiles and odd ends. The rows of a tile share a few targets, so that some tiles hold none; one
-    target a tile has hardly any probability: nothing else keeps its tile; ignored rows would keep one of their own."""
+    target a tile has hardly any probability: nothing else keeps its tile; ignored rows would keep tiles anywhere."""
     E, C, x = trained_problem(3 * TILE_N - 6, 11 * TILE_V - 4, D, dtype, device, seed)
     n = torch.arange(len(x), device=device)
     x, ignored, rare = x[n // TILE_N * TILE_N + n % 5], n % 7 == 0, C[:, 0].argsort()
     x[1::TILE_N] = rare[0]
     with torch.no_grad():
-        E[ignored] = 30 * torch.nn.functional.normalize(C[rare[len(rare) // 4]], dim=0)
+        E[ignored] = 30 * torch.nn.functional.normalize(C[997 * n[ignored] % len(C)])
     return E, C, x.where(~ignored, -100)
 
 
