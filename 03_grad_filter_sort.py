@@ -514,17 +514,17 @@ def head_size(V):
     return min(HEAD, -(-V // 16))
 
 
-def blocked_entries(E, C, x, threshold, head):
-    """Forward: lse (N,), and as Entries what is above threshold (N,) or the target x (N,), but not in the head (H,)."""
+def blocked_entries(E, C, x, threshold, place):
+    """Forward: lse (N,), and as Entries what is above threshold (N,) or the target x (N,), but not in the head, where
+    place (V,) >= 0."""
     lse, parts = torch.full_like(threshold, -math.inf), []
-    in_head = torch.zeros(C.shape[0], dtype=torch.bool, device=C.device).index_fill_(0, head, True)
     for start, stop in cce.pieces(C.shape[0], max(256, cce.CPU_BLOCK // len(E))):
         logits = cce.block_logits(E, C[start:stop])  # (N, W)
         lse = torch.logaddexp(lse, logits.logsumexp(1))
         wanted = logits > threshold[:, None]
         inside = (x >= start) & (x < stop)
         wanted[inside, x[inside] - start] = True
-        wanted[:, in_head[start:stop]] = False
+        wanted[:, place[start:stop] >= 0] = False
         rows, columns = wanted.nonzero(as_tuple=True)
         parts.append((rows, columns + start, logits[rows, columns]))
         del logits, wanted
@@ -627,11 +627,12 @@ def write_rows(out, listed, top=0, add=False, backend="torch"):
 
 SAMPLE, SLACK = 128, 1e-3  # rows; of the bound: far more than logits made twice may differ by
 
-# What the correction takes: head (H,) classes, also as bits (V / 32,); prior q (V,), 0 in the head; mean_tail q C (D,)
-Survey = namedtuple("Survey", "head head_words prior mean_tail")
-# What the estimate takes: of the sample, rows (R,), e (R, D), m (R,), lost (R, D) = d C, K (R, R) = d d^T. And what it
+# What the correction takes: head (H,) classes; place (V,) int32 of a class in it, -1 for others; prior q (V,), 0 in the
+# head; mean_tail q C (D,)
+Survey = namedtuple("Survey", "head place prior mean_tail")
+# What the estimate takes: of the sample, rows (R,), e (R, D), m (R,), K (R, R) = d d^T, length () = |r C|. And what it
 # makes of them: residual (); of pairs of rows, but for g, left (R, R) = (r . r') (E . E') and doubt (R, R)
-Sample = namedtuple("Sample", "rows e m lost K")
+Sample = namedtuple("Sample", "rows e m K length")
 Left = namedtuple("Left", "rows residual left doubt")
 
 
@@ -653,7 +654,7 @@ def sample_rows(counted):
 def survey(E, C, x, counted, eps, backend):
     """Look at SAMPLE of the rows counted (N,) of E (N, D), C (V, D), x (N,) or -1. -> the Survey, the Sample,
     lower_bound's three, and on their way to the host: how many rows count; sums over the sample of candidates and of m;
-    lengths of what is left of dE's rows, and of those. The device waits for the host here: a small kernel is 15 us."""
+    lengths of dE's rows, and of what these are off by. The device waits for the host here: a small kernel is 15 us."""
     V, (sums, narrow), (rows, counts) = C.shape[0], base.product_dtypes(E), sample_rows(counted)
     e, R, target = E[rows].to(narrow), len(rows), x[rows]  # (R, D)
     logits = e @ C.T.to(narrow)  # (R, V)
@@ -662,33 +663,41 @@ def survey(E, C, x, counted, eps, backend):
     head = torch.sort(p.mean(0, dtype=sums), descending=True, stable=True).indices[: head_size(V)]
     d = torch.threshold_(torch.neg(p, out=both[R:]), -eps, 0.0).neg_()  # what is dropped: below eps (and no mask made),
     d.index_fill_(1, head, 0.0)  # not in the head,
-    at = target.where(target >= 0, head[0])[:, None]  # where there is no target, in the head, where it does no harm
+    met = target >= 0
+    at = target.where(met, head[0])[:, None]  # where there is no target, in the head, where it does no harm
     d.scatter_(1, at, 0.0)  # and not the target
-    p.scatter_add_(1, at, (target >= 0).to(narrow).neg_()[:, None])  # p - onehot
-    dE, lost = cce.set_to(torch.empty(2 * R, C.shape[1], dtype=sums, device=E.device), both, C).split(R)  # (R, D) each
+    p.scatter_add_(1, at, met.to(narrow).neg_()[:, None])  # p - onehot
+    products = cce.set_to(torch.empty(2 * R, C.shape[1], dtype=sums, device=E.device), both, C)
+    lost = products[R:]  # (R, D) d C; before it, dE
     m, K = d.sum(1, dtype=sums), cce.set_to(torch.empty(R, R, dtype=sums, device=E.device), d, d.T)  # (R,), (R, R)
-    total = m.sum()
+    numbers = torch.empty(5, dtype=sums, device=E.device)
+    total = torch.sum(m, 0, out=numbers[2])
     at_least = total.clamp(min=1e-30)
     prior, mean_tail = d.sum(0, dtype=sums) / at_least, lost.sum(0) / at_least  # (V,), (D,)
-    entropy = torch.special.entr(prior).sum().where(total > 1e-30, -math.inf)  # q sums to 1, or bounds nothing
+    entropy = torch.special.entr(prior).sum().masked_fill_(total <= 1e-30, -math.inf)  # q sums to 1, or bounds nothing
     bounds = lower_bound(E, C, x, counted, head, mean_tail, entropy, eps, backend)
     above = torch.gt(logits.index_fill_(1, head, -math.inf), bounds[2][rows, None], out=p)  # (R, V), 0 or 1
-    lengths = torch.addcmul(lost, m[:, None], mean_tail, value=-1).norm(), dE.norm()
-    forecast = Readback(torch.stack((counts, above.sum(dtype=sums), total, *lengths)))
-    words = torch.zeros(-(-V // TILE_V) * TILE_V // 32, dtype=torch.int32, device=E.device)
-    words.index_add_(0, head // 32, torch.bitwise_left_shift(1, head % 32).int())
-    return Survey(head, words, prior, mean_tail), Sample(rows, e.to(sums), m, lost, K), bounds, forecast
+    lost.addcmul_(m[:, None], mean_tail, value=-1)  # r C
+    torch.linalg.vector_norm(products.view(2, -1), dim=1, out=numbers[3:])
+    torch.sum(above, (0, 1), dtype=sums, out=numbers[1])
+    numbers[0] = counts
+    forecast = Readback(numbers)
+    place = torch.full((V,), -1, dtype=torch.int32, device=E.device)
+    place[head] = torch.arange(len(head), dtype=torch.int32, device=E.device)
+    return Survey(head, place, prior, mean_tail), Sample(rows, e, m, K, numbers[4]), bounds, forecast
 
 
-def left_over(sample, mean_tail):
-    """Left, by the formulas above. K = d . d' gives all that is of V."""
-    m, total, n = sample.m, sample.m.sum().clamp(min=1e-30), torch.arange(len(sample.m), device=mean_tail.device)
-    residual = (sample.lost - m[:, None] * mean_tail).norm() / m.norm().clamp(min=1e-30)
-    alike, P = sample.e @ sample.e.T, torch.diag(torch.ones_like(m)) - m[:, None] / total  # (R, R) each
-    even = m.where(n % 2 == 0, 0.0)
-    of_even, of_odd = (1 / part.sum().clamp(min=1e-30) for part in (even, m - even))
-    halves = of_even.where(n % 2 == 0, -of_odd)  # (R,): halves @ d = q_even - q_odd
-    doubt = (halves @ sample.K @ halves) / 4 * torch.outer(m, m)
+def left_over(sample):
+    """Left, by the formulas above. K = d . d' gives all that is of V. (q_even - q_odd) / 2 is the sum of h[n] d[n] with
+    h = s / (sum of m + s sum of s m), s = 1, -1, 1, ...: the bracket is twice the sum of m over a half."""
+    m, total = sample.m, sample.m.sum()
+    P = torch.eye(len(m), dtype=m.dtype, device=m.device).sub_((m / total.clamp(min=1e-30))[:, None])  # (R, R)
+    signs = torch.ones_like(m)
+    signs[1::2] = -1
+    h = signs / torch.addcmul(total, signs, signs @ m).clamp(min=1e-30)  # (R,)
+    e = sample.e.to(m.dtype)
+    alike, doubt = e @ e.T, torch.outer(m, m) * (h @ sample.K @ h)  # (R, R) each
+    residual = sample.length / m.norm().clamp(min=1e-30)
     return Left(sample.rows, residual, P @ sample.K @ P.T * alike, doubt * alike)
 
 
@@ -808,8 +817,15 @@ def popcount(bits):
 
 
 @triton.jit
+def packed(flags, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """flags (ROWS, COLS) bool as words (ROWS, COLS / 32)."""
+    bit = tl.full((COLS,), 1, tl.int32) << (tl.arange(0, COLS) % 32)
+    return tl.sum(tl.reshape(tl.where(flags, bit[None, :], 0), (ROWS, COLS // 32, 32)), 2)
+
+
+@triton.jit
 def candidate_kernel(
-    E, C, partial, words, counts, targets, threshold, head_words, N, V, D,
+    E, C, partial, words, counts, targets, threshold, head_place, N, V, D,
     BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
     """02's lse_kernel, which also writes a bit per entry, 32 columns a word, words (N, V / 32): above the row's
@@ -817,19 +833,18 @@ def candidate_kernel(
     count, width = tl.cdiv(N, BLOCK_N) * tl.cdiv(V, BLOCK_V), tl.cdiv(V, BLOCK_V) * (BLOCK_V // 32)
     for index in tl.range(tl.program_id(0), count, tl.num_programs(0), flatten=True):
         row, col, logits = next_logits(index, E, C, None, N, V, D, 0, 0, True, BLOCK_N, BLOCK_V, BLOCK_D)
-        logits = mask_tail(logits, col + tl.arange(0, BLOCK_V), V)
+        cols = col + tl.arange(0, BLOCK_V)
+        logits = mask_tail(logits, cols, V)
         top, tile_exp = exponentials(logits)
         rows, word = row + tl.arange(0, BLOCK_N), col // 32 + tl.arange(0, BLOCK_V // 32)
         inside = rows < N
         at = (col // BLOCK_V).to(tl.int64) * N + rows
         tl.store(partial + at, top + tl.log(tl.sum(tile_exp, 1)), mask=inside)
-        bit = tl.full((BLOCK_V,), 1, tl.int32) << (tl.arange(0, BLOCK_V) % 32)
-        above = logits > load_rows(threshold, rows, N, float("inf"))[:, None]
-        bits = tl.sum(tl.reshape(tl.where(above, bit[None, :], 0), (BLOCK_N, BLOCK_V // 32, 32)), 2)
+        bits = packed(logits > load_rows(threshold, rows, N, float("inf"))[:, None], BLOCK_N, BLOCK_V)
         x = load_rows(targets, rows, N, -1).to(tl.int32)
         target_bit = tl.full((BLOCK_N,), 1, tl.int32) << (x & 31)
         bits = tl.where(word[None, :] == (x >> 5)[:, None], bits | target_bit[:, None], bits)
-        bits = bits & ~tl.load(head_words + word)[None, :]
+        bits = bits & packed((load_rows(head_place, cols, V, 0) < 0)[None, :], 1, BLOCK_V)
         tl.store(words + rows.to(tl.int64)[:, None] * width + word[None, :], bits, mask=inside[:, None])
         tl.store(counts + at, tl.sum(popcount(bits.to(tl.uint32, bitcast=True)), 1), mask=inside)
 
@@ -966,7 +981,7 @@ def listed_options(listed, R, D):
     return triton.cdiv(R, options["ROWS"]) * triton.cdiv(D, options["COLS"] * options["SPAN"]), options
 
 
-def listed_entries(E, C, x, threshold, head_words, capacity):
+def listed_entries(E, C, x, threshold, place, capacity):
     """blocked_entries by kernels: lse (N,), and the Entries, as far as there is room for them."""
     (N, D), V, ints = E.shape, C.shape[0], dict(dtype=torch.int32, device=E.device)
     tiles = cce.TILES["descriptors"] | ({} if INTERPRETED else dict(num_stages=4))  # no tile of G, room for a fourth
@@ -979,7 +994,7 @@ def listed_entries(E, C, x, threshold, head_words, capacity):
         counts, words = torch.empty(tall, N, **ints), torch.empty(N, tall * TILE_V // 32, **ints)
         candidate_kernel[cce.programs(E)](
             cce.fetched(E, "BLOCK_N", "BLOCK_D"), cce.fetched(C[start:stop], "BLOCK_V", "BLOCK_D"), partial[-1], words,
-            counts, x - start if start else x, threshold, head_words[start // 32 :], N, stop - start, D, **tiles,
+            counts, x - start if start else x, threshold, place[start:], N, stop - start, D, **tiles,
         )
         counts = counts.sum(0)  # (N,) int64
         end.append(count + counts.cumsum(0))
@@ -1127,10 +1142,10 @@ class _SparseCrossEntropy(torch.autograd.Function):
     @cce.without_autocast
     def forward(ctx, E, C, x, counted, how, found, sample, lse_head, target_logit, threshold):
         if how.backend == "triton":
-            lse, entries = listed_entries(E, C, x, threshold, found.head_words, how.capacity)
+            lse, entries = listed_entries(E, C, x, threshold, found.place, how.capacity)
         else:
-            lse, entries = blocked_entries(E, C, x, threshold, found.head)
-        left = left_over(sample, found.mean_tail)
+            lse, entries = blocked_entries(E, C, x, threshold, found.place)
+        left = left_over(sample)
         ctx.save_for_backward(E, C, x, counted, lse, lse_head, *found, *left, *entries)
         ctx.how = how
         return lse, target_logit.clone()
@@ -1145,13 +1160,13 @@ class _SparseCrossEntropy(torch.autograd.Function):
         rows = E, C, x, lse, g_softmax, g_target  # (a gradient may come as one number, expanded)
         need, stats = (cce.wanted(ctx, 0), cce.wanted(ctx, 1)), how.stats
 
-        dE, head_part, values, m = sparse_dE(*rows, lse_head, found, entries, how)
-        measured, m = verdict(dE, head_part[0], g_softmax, m, counted, left, entries)
+        dE, dC_head, values, m = sparse_dE(*rows, lse_head, found, entries, how)
+        measured, m = verdict(dE, dC_head, g_softmax, m, counted, left, entries)
         answer = Readback(measured)  # travels while the work below goes on
         dE = dE.to(E.dtype)
         listed = dC = None
         if need[1]:
-            listed = sparse_dC(E, g_softmax * m, values, head_part, found, entries, len(C))
+            listed = sparse_dC(E, g_softmax * m, values, dC_head, found, entries)
             del values
         if need[1] and not how.sink:  # a sink's step is not undone, so it waits for the verdict
             narrow = lse.dtype if INTERPRETED and how.backend == "triton" else C.dtype  # it truncates to bf16
@@ -1167,18 +1182,15 @@ class _SparseCrossEntropy(torch.autograd.Function):
                 how.sink.listed(listed)
         else:
             stats.reset("exact", refused)
-            del dE, dC, listed, head_part
+            del dE, dC, listed, dC_head
             dE, dC = cce.sliced_gradients(need, *rows, None, how.backend, how.block, how.sink)
         return dE, dC, *[None] * 8
 
 
 def sparse_dE(E, C, x, lse, g_softmax, g_target, lse_head, found, entries, how):
-    """dE (N, D) in fp32; of the head dC (H, D), and place (V,) of its classes, -1 for others; values (entries,) of G;
-    and what each row drops, m (N,)."""
-    head, dE = found.head, torch.zeros(E.shape, dtype=lse.dtype, device=E.device)
-    place = torch.full((len(C),), -1, device=E.device)
-    place[head] = torch.arange(len(head), device=E.device)
-    C_head, x_head = C[head], place[x.clamp(min=0)].where(x >= 0, -1)  # (H, D); (N,) targets as places in the head
+    """dE (N, D) in fp32; of the head dC (H, D); values (entries,) of G; and what each row drops, m (N,)."""
+    dE, C_head = torch.zeros(E.shape, dtype=lse.dtype, device=E.device), C[found.head]  # (H, D)
+    x_head = found.place[x.clamp(min=0)].where(x >= 0, -1).long()  # (N,) targets as places in the head
     G = cce.gradient_slice(E, C_head, x_head, lse, g_softmax, g_target, None, how.backend)  # (N, H)
     cce.add_to(dE, G, C_head)
     dC_head = cce.set_to(torch.empty_like(C_head, dtype=lse.dtype if how.sink else None), G.T, E)
@@ -1186,7 +1198,7 @@ def sparse_dE(E, C, x, lse, g_softmax, g_target, lse_head, found, entries, how):
     row_pass = listed_row_pass if how.backend == "triton" else blocked_row_pass
     row_values = lse, lse_head, g_softmax, g_target, found.mean_tail
     values, m = row_pass(dE, E, C, x, *row_values, entries, how.eps)
-    return dE, (dC_head, place.int()), values, m
+    return dE, dC_head, values, m
 
 
 def verdict(dE, dC_head, g_softmax, m, counted, left, entries):
@@ -1200,10 +1212,10 @@ def verdict(dE, dC_head, g_softmax, m, counted, left, entries):
     return torch.stack([t.double() for t in (entries.count.double() / N, m.sum() / counts, error_E, error_C)]), m
 
 
-def sparse_dC(E, weight, values, head_part, found, entries, V):
+def sparse_dC(E, weight, values, dC_head, found, entries):
     """dC (V, D) as ListedRows: the entries, sorted by class; the correction, weight (N,) = g m; the head."""
-    others = dict(prior=found.prior, lost_E=weighted_rows(weight, E), head_gradient=head_part[0], place=head_part[1])
-    return listed_rows(E, entries.rows, entries.classes, values, V, **others)
+    others = dict(prior=found.prior, lost_E=weighted_rows(weight, E), head_gradient=dC_head, place=found.place)
+    return listed_rows(E, entries.rows, entries.classes, values, len(found.place), **others)
 
 
 # ==== 8. The API ======================================================================================================
@@ -1291,7 +1303,7 @@ def sparse_lse(E, C, targets, counted, softcap, how):
         x = targets.where(counted & (targets >= 0) & (targets < V), -1)
         with torch.no_grad(), torch.autocast(E.device.type, enabled=False):
             found, sample, bounds, sums = survey(E, C, x, counted, how.eps, how.backend)
-        counts, candidates, dropped, length, whole = sums.read()
+        counts, candidates, dropped, whole, length = sums.read()
         R = len(sample.m)  # rows that do not count have no candidates
         numbers = candidates / R * counts / N, dropped / R, length / max(whole, 1e-30)
         refused, passes = refusal(*numbers, 0.0, N, how), sparse_passes(N, V, D, numbers[0], E.device)
@@ -1483,7 +1495,7 @@ def check_survey(device="cpu"):
         E, C, x = (t.detach() for t in trained_problem(SAMPLE, 50 * TILE_V, 24, dtype, device))
         eps, x[::5], counted = 2**-9, -1, torch.ones_like(x, dtype=torch.bool)  # these rows count for lse alone
         found, sample, (*_, threshold), forecast = survey(E, C, x, counted, eps, "torch")
-        left, rows = left_over(sample, found.mean_tail), sample.rows
+        left, rows = left_over(sample), sample.rows
         e, c, met, target = E.double()[rows], C.double(), (x >= 0)[rows, None], x[rows, None]
         base.require(len(set(rows.tolist())) == SAMPLE, f"{dtype}: the sample has rows twice")
         logits, head = e @ c.T, found.head  # (R, V), (H,)
@@ -1507,7 +1519,7 @@ def check_survey(device="cpu"):
         for what, (got, want) in values.items():
             base.require(cce.error(got, want) < close, f"{dtype}: {what} is off by {cce.error(got, want):.1e}")
         told, said = forecast.numbers.double(), torch.stack((
-            (x >= -1).sum(), listed * SAMPLE, m.sum(), (r @ c).norm(), (p @ c - c[x[rows]] * met).norm())).cpu()
+            (x >= -1).sum(), listed * SAMPLE, m.sum(), (p @ c - c[x[rows]] * met).norm(), (r @ c).norm())).cpu()
         base.require(((told / said - 1).abs() < close).all(), f"{dtype}: forecast {told}, not {said}")
 
 
@@ -1570,9 +1582,9 @@ def check_error_of_dC(device="cpu"):
     for name, (E, d) in problems.items():
         d = d * torch.linspace(0.1, 0.3, N)[:, None]
         g, m, rows = (1 + n % 3) / N, d.sum(1), sample_rows(n >= 0)[0]
-        q, of_sample = d[rows].sum(0) / m[rows].sum(), (rows, E[rows], m[rows], d[rows], d[rows] @ d[rows].T)
+        q, of_sample = d[rows].sum(0) / m[rows].sum(), (rows, E[rows], m[rows], d[rows] @ d[rows].T, m[0])
         true = ((g[:, None] * (d - m[:, None] * q)).T @ E).norm()
-        left = left_over(Sample(*(t.to(device) for t in of_sample)), q.to(device))  # dE's part, d C, is not looked at
+        left = left_over(Sample(*(t.to(device) for t in of_sample)))  # dE's part, |r C|, is not looked at
         said = error_of_dC(left, g[rows].to(device), N / len(rows)).item()
         base.require(0.8 < said / true < 1.25, f"{name}: the error of dC is {true:.3e}, estimated as {said:.3e}")
 
