@@ -383,6 +383,11 @@ def filtered_cross_entropy(E, C, x, rule="mass", eps=None, sort=True, only_dE=Fa
 #     dE += G C   a row of tiles sums over its kept columns              one list per row tile
 #     dC = G^T E  a column of tiles sums over its kept rows              one list per column tile
 #
+# A list is a sort of a row of the table by kept or not; one sort makes those of all rows (kept_first):
+#
+#     keep    0 1 0 0 1        lists   1 4 | 0 2 3         counts   2     a program's loop over k stops after
+#             1 0 0 1 0                0 3 | 1 2 4                  2     counts[row] x TILE_V columns of G
+#
 # How many there are is read on the device: the host never waits. The rest of G's memory holds anything and is not read.
 
 PRODUCT = dict(BLOCK_M=128, BLOCK_W=128, BLOCK_K=64, num_warps=4, num_stages=3)  # two programs fit a multiprocessor
@@ -854,7 +859,11 @@ def list_kernel(
     words, begins, rows, classes, N, width, start, capacity, ROWS: tl.constexpr, WORDS: tl.constexpr
 ):
     """The bits of ROWS rows, words (N, width), as entries from place begins[row] on, by class; `start` is the class of
-    the first bit. Beyond the capacity nothing is written."""
+    the first bit. Beyond the capacity nothing is written.
+
+    All words at once give away their lowest bit, as often as the fullest of them has one:
+        bits 01101000    bits & -bits, the lowest: 00001000    less 1, its zeros below are ones: 00000111, three of
+        them, so it is class 3 of the word    bits & (bits - 1), what is left: 01100000"""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     begin = load_rows(begins, row, N, 0)
     for i in range(0, width, WORDS):
@@ -1046,7 +1055,13 @@ def sparse_passes(N, V, D, candidates, device):
 
 
 # Bytes, as 02 counts them: at the peak, beyond dE and dC. Candidates are two int32 (8 bytes) when they are listed; when
-# the column pass sorts them, with their order in int64, in and out, and the values beside them: 48.
+# the column pass sorts them, with their order in int64, in and out, and the values beside them: 48. What is alive:
+#
+#     survey       logits, p and d of 128 rows, (R, V) each                        neither dE nor dC is there yet, so
+#     pass         lists, bits of a band, partial sums and counts of all tiles     the room that they will take is free
+#     head         lists, dE in fp32, G and C of the head, its dC
+#     sort         lists and their order twice, the head's dC, dE                  now dE is there,
+#     column pass  rows and values (16 bytes an entry), a few vectors of V         and dC is being written
 
 ENTRY_BYTES = 48
 
@@ -1322,6 +1337,11 @@ def sparse_lse(E, C, targets, counted, softcap, how):
 # Each approximation is compared with the same rule on dense logits in fp64, by 02's three-way rule: that all agree on
 # what is dropped shows the algorithm to be right, whatever its error is. The error is another question, and what is
 # checked of it is the estimate.
+#
+#     filter     which tiles are kept, what each row lost, its bound; loss, dE, dC with those tiles: both rules
+#     sparse     which entries are kept, what each row lost; loss, dE, dC: rows that are hard to list (see there)
+#     survey, lower_bound, error_of_dC     each term beside its formula, or beside the truth for all rows, dense
+#     auto, blind_spot, room               what is decided, and that the promised error is the true one, or is not
 
 
 patched = functools.partial(mock.patch.multiple, sys.modules[__name__])  # with patched(SLICE=8): ...
