@@ -15,7 +15,7 @@ What comes out, on one H200 at N = 8192, V = 256,000, D = 2304, data with a Zipf
     tiles, rule "mass"    3 passes in place of 4, dE is off by 9 %
     sparse                1.5 passes, dE is off by 0.9 %, dC by 0.5 % (12 % in its rows of classes that are no target)
     Where it LOSES: a small model (8192 x 65536 x 512) is done sooner by the exact gradient, since a sparse one launches
-    some 250 kernels whatever its size; and if each part of a text has a tail of its own ("topics") dE is off by 5 %.
+    over 200 kernels whatever its size; and if each part of a text has a tail of its own ("topics") dE is off by 5 %.
     gradient="auto" takes the exact gradient in both cases: the first it knows by the shape, for the second it looks at
     128 of the rows. With sums in fp32 nothing forces us to drop anything: approximations, which print their errors.
 
@@ -502,7 +502,7 @@ def listed_products(dE, E, C, targets, lse, g, keep):
 
 # rows, classes (capacity,): candidates, row by row in each band, a range of the vocabulary that is done in one go
 # (unused places: class V); count (): how many there are, or would be with more room. Kernels: int32, and begin, end
-# (bands, N), where a row's lie. PyTorch: one band, int64, and their logits (entries,).
+# (bands, N) int64, where a row's lie. PyTorch: int64, and their logits (entries,); bands are not kept apart.
 Entries = namedtuple("Entries", "rows classes count begin end logits", defaults=3 * [None])
 
 # The gradient of C as lists: of its row v, the sum of weights[i] * E[rows[i]] over i in begin[v] ... begin[v + 1]; plus
@@ -516,6 +516,7 @@ HEAD, SPARSE_EPS = 4096, 2**-12  # eps in any dtype: what is below is not thrown
 
 
 def head_size(V):
+    """Classes in the head; of a small vocabulary a sixteenth, so that its four products take a quarter of a pass."""
     return min(HEAD, -(-V // 16))
 
 
@@ -609,8 +610,8 @@ def write_rows(out, listed, top=0, add=False, backend="torch"):
 # probability, as in a fresh model, 22,000 of 50,304 classes are candidates, for each of which the row pass fetches a
 # row of C. Of the tail, Gibbs' inequality says: for ANY distribution q over it,
 #     log sum_v exp(l_v) = log sum_v q_v exp(l_v - log q_v) >= sum_v q_v (l_v - log q_v) = E[n] . (q C) + H(q),
-# since log is concave; equal, if the row's tail is spread as q is. q C is there, H is q's entropy. It leaves hardly any
-# of those candidates.
+# since log is concave; equal, if the row's tail is spread as q is. q C is there, H(q) = -sum_v q_v log q_v is q's
+# entropy. It leaves hardly any of those candidates.
 #
 # The error of dE. It is off by g[n] r[n] C in row n. The sample's lengths, per unit of dropped probability,
 #     residual = sqrt(sum_n |r[n] C|^2 / sum_n m[n]^2)           tell of all rows:  |error of dE| = residual |g m|
@@ -658,15 +659,18 @@ def sample_rows(counted):
 
 def survey(E, C, x, counted, eps, backend):
     """Look at SAMPLE of the rows counted (N,) of E (N, D), C (V, D), x (N,) or -1. -> the Survey, the Sample,
-    lower_bound's three, and on their way to the host: how many rows count; sums over the sample of candidates and of m;
-    lengths of dE's rows, and of what these are off by. The device waits for the host here: a small kernel is 15 us."""
+    lower_bound's three, and on their way to the host: how many rows count; of the sample's, the sums of candidates and
+    of m, the lengths of dE and of what it is off by, as if all g were 1.
+
+    The device waits for the host here, so that a small kernel costs its launch, 5 to 15 us: one product with C serves p
+    and d, memory is used again (p becomes p - onehot, then the candidates; d C becomes r C), no mask is made."""
     V, (sums, narrow), (rows, counts) = C.shape[0], base.product_dtypes(E), sample_rows(counted)
     e, R, target = E[rows].to(narrow), len(rows), x[rows]  # (R, D)
     logits = e @ C.T.to(narrow)  # (R, V)
     both = torch.empty(2 * R, V, dtype=narrow, device=E.device)
     p = torch.softmax(logits, 1, out=both[:R])
     head = torch.sort(p.mean(0, dtype=sums), descending=True, stable=True).indices[: head_size(V)]
-    d = torch.threshold_(torch.neg(p, out=both[R:]), -eps, 0.0).neg_()  # what is dropped: below eps (and no mask made),
+    d = torch.threshold_(torch.neg(p, out=both[R:]), -eps, 0.0).neg_()  # what is dropped: below eps (-p > -eps),
     d.index_fill_(1, head, 0.0)  # not in the head,
     met = target >= 0
     at = target.where(met, head[0])[:, None]  # where there is no target, in the head, where it does no harm
@@ -846,6 +850,7 @@ def candidate_kernel(
         at = (col // BLOCK_V).to(tl.int64) * N + rows
         tl.store(partial + at, top + tl.log(tl.sum(tile_exp, 1)), mask=inside)
         bits = packed(logits > load_rows(threshold, rows, N, float("inf"))[:, None], BLOCK_N, BLOCK_V)
+        # The target's word is x >> 5, its bit x & 31; where there is none, or it is in another band, no word here.
         x = load_rows(targets, rows, N, -1).to(tl.int32)
         target_bit = tl.full((BLOCK_N,), 1, tl.int32) << (x & 31)
         bits = tl.where(word[None, :] == (x >> 5)[:, None], bits | target_bit[:, None], bits)
@@ -871,7 +876,7 @@ def list_kernel(
         at = words + row.to(tl.int64)[:, None] * width + word[None, :]
         bits = tl.load(at, mask=(row < N)[:, None] & (word < width)[None, :], other=0).to(tl.uint32, bitcast=True)
         count = popcount(bits)
-        place = begin[:, None] + tl.cumsum(count, 1) - count
+        place = begin[:, None] + tl.cumsum(count, 1) - count  # after the row's so far and those of the words before
         begin += tl.sum(count, 1)
         for _ in range(tl.max(tl.max(count, 1), 0)):
             write = (bits != 0) & (place < capacity)
@@ -904,12 +909,13 @@ def row_pass_kernel(
             at = C + v.to(tl.int64)[:, None] * stride_c + depth[None, :]
             c = tl.load(at, mask=(place < stop)[:, None] & inside[None, :], other=0.0).to(tl.float32)
             p = tl.exp2((tl.sum(c * e[None, :], 1) - row_lse) * LOG2E)
-            hit = (v == x) & (place < stop)
+            hit = (v == x) & (place < stop)  # beyond the list v is 0, which may be x; p is exp(-lse), maybe large
             p = tl.where(((p >= eps) & (place < stop)) | hit, p, 0.0)
             g = p * row_g - tl.where(hit, row_target, 0.0)
             kept += p
             acc += tl.sum(c * g[:, None], 0)
             tl.store(values + place, g, mask=place < stop)
+    # m is what is left of 1. (Too much if the list was cut, but then the verdict refuses.)
     m = tl.maximum(1.0 - tl.exp2((tl.load(lse_head + row) - row_lse) * LOG2E) - tl.sum(kept, 0), 0.0)
     acc += row_g * m * tl.load(mean_tail + depth, mask=inside, other=0.0)
     tl.store(dE + row * D + depth, acc, mask=inside)
@@ -1040,7 +1046,7 @@ def listed_row_pass(dE, E, C, x, lse, lse_head, g_softmax, g_target, mean_tail, 
 #     4 H / V                        the head: logits for the bound, logits again, dE, dC
 #     3 R / N                        the survey: logits, and two products of (R, V) with C
 #     ENTRY_COST candidates / V      a candidate: a row of C and one of E, where a dense pass has multiply-adds
-#     FIXED_COST / (N V D)           two hundred small kernels, of which those before the pass are waited for: 1 to 2 ms
+#     FIXED_COST / (N V D)           over 200 small kernels, of which those before the pass are waited for: 1 to 2 ms
 #
 #     8192 x 256000 x 2304, 113 candidates a row:    1 + 0.06 + 0.05 + 0.18 + 0.19 = 1.48     the exact gradient: 4
 #     8192 x 65536 x 512, none:                      1 + 0.25 + 0.05 + 0    + 3.27 = 4.57     better exact
@@ -1058,10 +1064,10 @@ def sparse_passes(N, V, D, candidates, device):
 # the column pass sorts them, with their order in int64, in and out, and the values beside them: 48. What is alive:
 #
 #     survey       logits, p and d of 128 rows, (R, V) each                        neither dE nor dC is there yet, so
-#     pass         lists, bits of a band, partial sums and counts of all tiles     the room that they will take is free
+#     pass         lists, bits of a band; partial sums of all tiles, joined        the room that they will take is free
 #     head         lists, dE in fp32, G and C of the head, its dC
 #     sort         lists and their order twice, the head's dC, dE                  now dE is there,
-#     column pass  rows and values (16 bytes an entry), a few vectors of V         and dC is being written
+#     column pass  rows, classes as listed; rows, weights as sorted: 16 bytes      and dC is being written
 
 ENTRY_BYTES = 48
 
@@ -1083,7 +1089,7 @@ def sparse_bytes(N, V, D, dtype, capacity, sink=False):
     b, H, R = dtype.itemsize, head_size(V), min(SAMPLE, N)
     results, lists = b * (N + (0 if sink else V)) * D, 8 * capacity
     surveyed = 3 * b * R * V  # logits, p, what is dropped of it
-    forward = lists + min(BAND_BYTES, N * V // 8) + 2 * 4 * N * math.ceil(V / TILE_V)  # bits; partial, counts
+    forward = lists + min(BAND_BYTES, N * V // 8) + 2 * 4 * N * math.ceil(V / TILE_V)  # bits; partial, twice
     width = 4 if sink else b  # of the head's dC
     split = 0 if sink else 4 * H * D  # cuBLAS splits the sum for a 16-bit dC
     head = lists + 4 * N * D + b * H * (N + D) + width * H * D + split  # dE in fp32, G and C of the head, its dC
@@ -1104,8 +1110,9 @@ Sparse = namedtuple("Sparse", "gradient eps max_error passes block capacity back
 
 
 def refusal(candidates, dropped, error_E, error_C, N, how):
-    """Why not to use the sparse gradient, for numbers that were forecast or measured (means over N rows, relative
-    errors); None if nothing is against it. NaN counts as too large."""
+    """Why not to use the sparse gradient, for numbers that were forecast or measured: candidates, a mean over all N
+    rows; probability dropped, over those that count; relative errors. None if nothing is against it. NaN is too
+    large."""
     if not candidates * N <= how.capacity:
         return f"{candidates:.0f} candidates a row, places for {how.capacity // N}"
     if how.gradient == "sparse":
@@ -1171,10 +1178,12 @@ class _SparseCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad_lse, grad_target):
         E, C, x, counted, lse, lse_head, *others = ctx.saved_tensors
         found, left, entries, how = Survey(*others[:4]), Left(*others[4:8]), Entries(*others[8:]), ctx.how
-        g_softmax, g_target = grad_lse.contiguous(), -grad_target.contiguous()  # (N,): of softmax and onehot, as in 02
-        rows = E, C, x, lse, g_softmax, g_target  # (a gradient may come as one number, expanded)
+        # (N,): of softmax and onehot, as in 02; a gradient may come as one number, expanded
+        g_softmax, g_target = grad_lse.contiguous(), -grad_target.contiguous()
+        rows = E, C, x, lse, g_softmax, g_target
         need, stats = (cce.wanted(ctx, 0), cce.wanted(ctx, 1)), how.stats
 
+        # dE is made even if only dC is wanted: the verdict needs its length.
         dE, dC_head, values, m = sparse_dE(*rows, lse_head, found, entries, how)
         measured, m = verdict(dE, dC_head, g_softmax, m, counted, left, entries)
         answer = Readback(measured)  # travels while the work below goes on
@@ -1211,16 +1220,14 @@ def sparse_dE(E, C, x, lse, g_softmax, g_target, lse_head, found, entries, how):
     dC_head = cce.set_to(torch.empty_like(C_head, dtype=lse.dtype if how.sink else None), G.T, E)
     del G, C_head  # before the lists are read
     row_pass = listed_row_pass if how.backend == "triton" else blocked_row_pass
-    row_values = lse, lse_head, g_softmax, g_target, found.mean_tail
-    values, m = row_pass(dE, E, C, x, *row_values, entries, how.eps)
-    return dE, dC_head, values, m
+    return dE, dC_head, *row_pass(dE, E, C, x, lse, lse_head, g_softmax, g_target, found.mean_tail, entries, how.eps)
 
 
 def verdict(dE, dC_head, g_softmax, m, counted, left, entries):
     """measured (4,), see SparseStats, by the formulas of section 5; and m (N,) of the rows that count. dC's length is
     at least that of its head."""
     N, norm = len(m), functools.partial(torch.linalg.vector_norm, dtype=dE.dtype)
-    m = m.where(counted, 0.0)
+    m = m.where(counted, 0.0)  # the others list nothing: all that is not in the head seemed dropped
     counts, g = counted.sum().clamp(min=1), g_softmax[left.rows]
     error_E = left.residual * norm(g_softmax * m) / norm(dE).clamp(min=1e-30)
     error_C = error_of_dC(left, g, counts / len(g)) / norm(dC_head).clamp(min=1e-30)
@@ -1250,8 +1257,8 @@ def linear_cross_entropy(
     "exact". Backward knows what every row dropped, estimates the errors of dE and dC from that and the sample, and
     remakes the gradient exactly if one is above max_error. These are estimates, no proof: a kind of row rarer than one
     in 128 may be missed, and its error with it.
-    Both read numbers back, with work queued behind them so that the device does not wait; a CUDA graph cannot capture
-    them. In forward, where dC is not there yet, the survey takes 6 bytes (fp32: 12) x 128 x V beyond `workspace`.
+    Both read numbers back, in forward before the pass, in backward with work queued behind them; a CUDA graph cannot
+    capture them. In forward, while there is no dC, the survey takes 6 bytes (fp32: 12) x 128 x V beyond `workspace`.
     sink: as in 02; a sparse gradient calls begin() and listed(ListedRows), all of dC at once.
     stats: a SparseStats, which is filled in (and read without waiting, but for its tensors).
     Returns loss[, lse].
@@ -1319,7 +1326,7 @@ def sparse_lse(E, C, targets, counted, softcap, how):
         with torch.no_grad(), torch.autocast(E.device.type, enabled=False):
             found, sample, bounds, sums = survey(E, C, x, counted, how.eps, how.backend)
         counts, candidates, dropped, whole, length = sums.read()
-        R = len(sample.m)  # rows that do not count have no candidates
+        R = len(sample.m)  # rows that do not count have no candidates; of dC nothing is known yet
         numbers = candidates / R * counts / N, dropped / R, length / max(whole, 1e-30)
         refused, passes = refusal(*numbers, 0.0, N, how), sparse_passes(N, V, D, numbers[0], E.device)
         if how.gradient == "auto" and not refused and not passes < how.passes:
@@ -1382,13 +1389,14 @@ def dense_gradients(E, C, x, keep, g, h=0.0, found=None):
 
 def check_filter(device="cpu", dtype=torch.float32, rule="mass", only_dE=False, sort=True, seed=0):
     """Loss, gradients, kept tiles and bound. The threshold drops half of the tiles without a target; some are kept only
-    for their target; several slices; two runs give the same bits."""
+    for their target (if sorted); several slices; two runs give the same bits."""
     E, C, x = filter_problem(device, dtype, seed)
     exact, counted = [t.detach().double() for t in (E, C)], x >= 0
     logits, order = exact[0] @ exact[1].T, torch.arange(len(C), device=device)  # (N, V), (V,)
     if sort:
         order = vocabulary_order(E.detach(), C.detach(), counted)
         average = logits[counted].mean(0)[order]  # (V,)
+        # climb: how far an average is above the smallest before it; in a falling order only by rounding
         climb, slack = (average - average.cummin(0).values).max(), 1e-5 if dtype == torch.float32 else 2**-8
         base.require(len(order.unique()) == len(C), f"{dtype}: the order is no permutation")
         base.require(climb <= slack * average.abs().max(), f"{dtype}: the average logit climbs by {climb:.1e}")
@@ -1466,6 +1474,7 @@ def check_sparse(device="cpu", dtype=torch.float32, lse_weight=0.0, seed=0, name
         counted = x >= (-100 if lse_weight else 0)
         for backend in filter_backends(device, dtype, E.shape[1]):
             runs, title = [], f"{backend} {dtype}, {name}, lse {lse_weight}"
+            # (Interpreted, the slow ones run once, and are compared with themselves.)
             for _ in range(1 if backend == "triton" and INTERPRETED and name != "a Zipf law" else 2):
                 stats = SparseStats()
                 few = patched(BAND_BYTES=N * 2 * TILE_V // 8, LIST_WORDS=2)  # bands of two tiles; two words at a time
@@ -1527,6 +1536,7 @@ def check_survey(device="cpu"):
         m, q = d.sum(1), d.sum(0) / d.sum()
         r, q_C, entropy, alike = d - m[:, None] * q, q @ c, torch.special.entr(q).sum(), e @ e.T
         half = (d[::2].sum(0) / m[::2].sum() - d[1::2].sum(0) / m[1::2].sum()) / 2  # (V,)
+        # exp(lower bound - lse): a candidate has p > eps * least, but for SLACK, which is put back in `less`
         least = torch.maximum(p[:, head].sum(1) + (e @ q_C + entropy - logits.logsumexp(1)).exp(), (p * hit).sum(1))
         candidates = ((p > eps * least[:, None]) & (others > 0)).sum(1).double().mean()
         listed, less = (((logits > threshold[rows, None] + slack) & (others > 0)).sum(1).double().mean()
@@ -1760,20 +1770,12 @@ CHECKS += [check_sample, check_survey, check_lower_bound, check_error_of_dC, che
 CHECKS += [sparse_kernels, check_auto, check_blind_spot, check_room, check_costs, check_bad_input]
 
 
-def _bound_too_high(*args, right=lower_bound):
-    lse_head, target_logit, threshold = right(*args)
-    return lse_head, target_logit, threshold + 0.5
-
-
-def _without_correction(*args, right=blocked_row_pass):
-    *first, mean_tail, entries, eps = args
-    return right(*first, torch.zeros_like(mean_tail), entries, eps)
-
-
 # name: (the check that must catch it, what is replaced, the bug)
 BREAKS = {
-    "no-correction": (check_sparse, "blocked_row_pass", _without_correction),
-    "bound-too-high": (check_sparse, "lower_bound", _bound_too_high),
+    "no-correction": (check_sparse, "blocked_row_pass", lambda *args, right=blocked_row_pass: right(
+        *args[:-3], 0 * args[-3], *args[-2:])),  # mean_tail
+    "bound-too-high": (check_sparse, "lower_bound", lambda *args, right=lower_bound: [
+        bound + shift for bound, shift in zip(right(*args), (0, 0, 0.5), strict=True)]),
     "always-sparse": (check_auto, "refusal", lambda *numbers: None),
     "forget-targets": (check_filter, "target_tiles", lambda x, V, right=target_tiles: right(0 * x - 1, V)),
     "ignored-rows-count": (check_filter, "reached", lambda values, lse, counted, eps, right=reached: right(
