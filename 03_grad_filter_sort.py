@@ -1063,7 +1063,7 @@ def sparse_passes(N, V, D, candidates, device):
 # Bytes, as 02 counts them: at the peak, beyond dE and dC. Candidates are two int32 (8 bytes) when they are listed; when
 # the column pass sorts them, with their order in int64, in and out, and the values beside them: 48. What is alive:
 #
-#     survey       logits, p and d of 128 rows, (R, V) each                        neither dE nor dC is there yet, so
+#     survey       logits, p and d of 128 rows, (R, V) each; C of the head         neither dE nor dC is there yet, so
 #     pass         lists, bits of a band; partial sums of all tiles, joined        the room that they will take is free
 #     head         lists, dE in fp32, G and C of the head, its dC
 #     sort         lists and their order twice, the head's dC, dE                  now dE is there,
@@ -1088,7 +1088,7 @@ def sparse_bytes(N, V, D, dtype, capacity, sink=False):
     """Bytes at the peak of loss and gradients beyond dE and dC, with the kernels; with a sink there is no dC."""
     b, H, R = dtype.itemsize, head_size(V), min(SAMPLE, N)
     results, lists = b * (N + (0 if sink else V)) * D, 8 * capacity
-    surveyed = 3 * b * R * V  # logits, p, what is dropped of it
+    surveyed = 3 * b * R * V + b * H * D + 8 * R * D + 8 * V  # logits, p, d; C of the head; two products; prior, place
     forward = lists + min(BAND_BYTES, N * V // 8) + 2 * 4 * N * math.ceil(V / TILE_V)  # bits; partial, twice
     width = 4 if sink else b  # of the head's dC
     split = 0 if sink else 4 * H * D  # cuBLAS splits the sum for a 16-bit dC
