@@ -768,9 +768,9 @@ def gather_factors(handle, group):
         else:
             whole = torch.zeros(state.weight.shape, device=state.weight.device)
             for factor in state.factors:
-                factor.write(state, whole, 0, 0, add=True)
+                factor.write(state, whole, 0, add=True)
             state.factors = [forging.Whole(all_reduce(whole, group))]
-        state.versions = []
+        state.seen = []
 
 
 def ranks_of(p, group):
@@ -1403,29 +1403,29 @@ def gelu_back(h, gradient):
 
 class GeluLinear(torch.autograd.Function):
     """gelu(h) W^T for h (..., K), W (M, K), which keeps h: backward makes gelu(h) again in the kernel that needs h
-    anyway. state, use: those of a forged weight (04), else None."""
+    anyway. state: that of a forged weight (04), else None."""
 
     @staticmethod
-    def forward(ctx, h, weight, gelu, gelu_back, state, use):
+    def forward(ctx, h, weight, gelu, gelu_back, state):
         ctx.save_for_backward(h, weight)
-        ctx.rest = gelu_back, state, use, weight._version
+        ctx.rest = gelu_back, state, weight._version
         return F.linear(gelu(h), weight.to(h.dtype))
 
     @staticmethod
     @once_differentiable
     @cce.without_autocast
     def backward(ctx, dy):
-        gelu_back, state, use, seen = ctx.rest
+        gelu_back, state, version = ctx.rest
         if state:
-            state.used(use, seen)
+            state.on_backward(version)
         h, weight = ctx.saved_tensors
         dY = dy.reshape(-1, len(weight))  # (N, M)
         made, dh = gelu_back(h, (dY @ weight.to(dY.dtype)).view_as(h))  # dX is from before the step
         product = forging.Product(dY, made.reshape(-1, weight.shape[1]))
         if not cce.wanted(ctx, 1):
-            return dh, *[None] * 5
+            return dh, *[None] * 4
         dW = forging.weight_update(state, product) if state else (product.dY.T @ product.X).to(weight.dtype)
-        return dh, dW, *[None] * 4
+        return dh, dW, *[None] * 3
 
 
 def lean(model, compiled=True, remake=True, kernel=None):
@@ -1453,9 +1453,10 @@ def lean(model, compiled=True, remake=True, kernel=None):
     def gelu_linear(linear, h):
         if not remake:
             return linear(gelu(h))
-        state, inputs = getattr(linear, "forged", None), (h, linear.weight, gelu, back)
-        counted = functools.partial(forging.counted, GeluLinear, linear.weight, state)
-        y = counted(*inputs) if state else GeluLinear.apply(*inputs, None, None)
+        state = getattr(linear, "forged", None)
+        if state:
+            state.on_forward(linear.weight)
+        y = GeluLinear.apply(h, linear.weight, gelu, back, state)
         return linear.leave(y) if hasattr(linear, "leave") else y
 
     def onward(x, branch):
@@ -3202,8 +3203,8 @@ def check_wide_rules():
     M, K, T, muon, mini = 8 * n, 24 * n, 16, forging.Muon(weight_decay=0.1), forging.AdamMini(weight_decay=0.1)
     W, data = forging.whole_numbers(T, M, K, "cpu", steps=3)
     gradients = [dY.T @ X for X, dY in data]
-    exact = {muon: forging.muon_by_hand(W[None], [g[None] for g in gradients], 0.02, 0.1)[0][0].to(here()),
-             mini: forging.mini_by_hand(W, gradients, 0.02, mini)[0].to(here())}
+    by_hand = functools.partial(forging.by_hand, W=W[None], gradients=[g[None] for g in gradients], rate=0.02)
+    exact = {rule: by_hand(rule)[0][0].to(here()) for rule in (muon, mini)}
 
     def trained(rule, dim, group):
         holder = nn.Linear(K, M, bias=False, device=here())

@@ -590,13 +590,13 @@ class ExpertFactor(NamedTuple):
         mine = [part for part, of in zip(self.parts, self.part_of, strict=True) if of == e]
         return [forging.Product(self.dY[rows], self.X[rows]), *map(forging.Whole, mine)]
 
-    def write(self, state, out, top, left, add):
-        """out (R, C) = or += the block at (top, left)."""
+    def write(self, state, out, top, add):
+        """out (R, K) = or += the gradient's rows from `top` on."""
         M, bottom = self.dY.shape[1], top + len(out)
         for e in range(top // M, (bottom - 1) // M + 1):
             first, last = max(top, e * M), min(bottom, (e + 1) * M)
             for i, factor in enumerate(self.of_expert(e)):
-                factor.write(state, out[first - top : last - top], first - e * M, left, add or i > 0)
+                factor.write(state, out[first - top : last - top], first - e * M, add or i > 0)
 
 
 def expert_update(state, dY, X, work, parts, arriving, dtype):
@@ -605,7 +605,7 @@ def expert_update(state, dY, X, work, parts, arriving, dtype):
     of the whole weight (with Muon: of whole experts); or, if experts are larger than a slab or have parts, each by
     itself, in slabs or fused."""
     M, K, handle = dY.shape[1], X.shape[1], state and state.handle
-    if not (state and (handle.armed or handle.stashing)):
+    if not state or handle.phase == "idle":
         gradient = experts_gradient(dY, X, work.own, dtype)  # (E M, K)
         wait_for(arriving)
         for part, e in zip(parts, work.part_of, strict=True):
@@ -613,23 +613,21 @@ def expert_update(state, dY, X, work, parts, arriving, dtype):
         return gradient
     wait_for(arriving)
     factor = ExpertFactor(dY, X, parts, work.own.bounds, work.part_of)
-    if handle.stashing:
+    if handle.phase == "stashing":
         return state.keep(factor)
-    state.refuse_second()
-    state.updated = True
-    sizes, plan = (handle.slab_bytes, handle.gradient.itemsize), handle.plan(state, None)
-    several = sizes[1] * M * K <= sizes[0] and handle.rung != "fused" and not work.part_of
+    state.check_second()
+    state.stepped, plan = True, handle.plan(state, 0)
+    several = 4 * M * K <= handle.slab_bytes and handle.rung != "fused" and not work.part_of
     if plan.rung == "matrix" or several:  # of the whole weight: a slab holds several experts, or cuts one
-        state.plan = plan
-        return state.step_in_slabs([factor], plan.rows, plan.cols)
+        return state.step_in_slabs([factor], plan.rows)
     for e in range(len(factor.bounds) - 1):
         product, *others = factors = factor.of_expert(e)
         rung = "slab" if others or handle.rung == "hook" else handle.rung  # a sum cannot be fused
-        plan = state.plan = forging.plan_step(state.rule, M, K, len(product.X), handle.layout, rung, *sizes)
+        plan = forging.plan_step(state.rule, M, K, len(product.X), handle.layout, rung, handle.slab_bytes)
         if plan.rung == "fused":
             state.step_fused(*product, row=e * M)
         else:
-            state.step_in_slabs(factors, plan.rows, plan.cols, e * M, M)
+            state.step_in_slabs(factors, plan.rows, e * M, M)
 
 
 class _ExpertMLP(torch.autograd.Function):
@@ -639,9 +637,9 @@ class _ExpertMLP(torch.autograd.Function):
     Keeps x and the hidden rows before gelu, which is made again: R F elements less than autograd would."""
 
     @staticmethod
-    def forward(ctx, x, up, down, work, states, uses):
-        ctx.work, ctx.states, ctx.uses = work, states, uses
-        ctx.seen = [w._version for w in (up, down)]
+    def forward(ctx, x, up, down, work, states):
+        ctx.work, ctx.states = work, states
+        ctx.versions = [w._version for w in (up, down)]
         hidden = products(x, work.weights[0], *work.loaned[0], work)  # (R, F)
         out = products(F.gelu(hidden), work.weights[1], *work.loaned[1], work)  # (R, D)
         ctx.save_for_backward(x, hidden, up, down, *(buffer for buffer, _ in work.loaned))
@@ -653,14 +651,14 @@ class _ExpertMLP(torch.autograd.Function):
     def backward(ctx, dy):
         x, hidden, up, down, *borrowed = (t.detach() for t in ctx.saved_tensors)
         work, own = ctx.work, ctx.work.count
-        for state, use, seen in zip(ctx.states, ctx.uses, ctx.seen, strict=True):
+        for state, version in zip(ctx.states, ctx.versions, strict=True):
             if state:
-                state.used(use, seen)
+                state.on_backward(version)
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
             weights, active, dy = [w.to(x.dtype) for w in (up, down)], F.gelu(hidden), dy.contiguous()
             # Gradients of borrowed experts are made as early as they can be, and travel home while this rank goes on.
             # A step sums them in fp32.
-            forged = [state and (state.handle.armed or state.handle.stashing) for state in ctx.states]
+            forged = [state and state.handle.phase != "idle" for state in ctx.states]
             dtypes = [torch.float32 if f else w.dtype for f, w in zip(forged, (up, down), strict=True)]
             of_down = work.give_back(dy[own:], active[own:], dtypes[1])
             dhidden = products(dy, weights[1], borrowed[1], [], work, transposed=True)  # (R, F)
@@ -673,7 +671,7 @@ class _ExpertMLP(torch.autograd.Function):
                     updates[i] = expert_update(ctx.states[i], d[:own], a[:own], work, *home, (up, down)[i].dtype)
                 else:
                     wait_for(home[1])
-        return dx, *updates, None, None, None
+        return dx, *updates, None, None
 
 
 def wait_for(handles):
@@ -772,17 +770,14 @@ def run_here(x, order, moe):
 
 
 def expert_mlp(rows, moe, work):
-    """_ExpertMLP with the layer's weights, whose uses 04 has to know of."""
+    """_ExpertMLP with the layer's weights, of whose use 04 has to know."""
     weights, states = (moe.up.weight, moe.down.weight), (moe.up.forged, moe.down.forged)
     if torch.is_grad_enabled() and not rows.requires_grad:  # a rank without tokens still has to come to the exchanges
         rows.requires_grad_()
-    counted = [state and forging.has_backward(w, state) for state, w in zip(states, weights, strict=True)]
-    uses = [state and forging.Use() for state in states]
-    out = _ExpertMLP.apply(rows, *weights, work, states, uses)
-    for state, use, waits in zip(states, uses, counted, strict=True):
-        if waits:
-            state.uses.add(use)
-    return out
+    for state, weight in zip(states, weights, strict=True):
+        if state:
+            state.on_forward(weight)
+    return _ExpertMLP.apply(rows, *weights, work, states)
 
 
 class Block(base.Block):

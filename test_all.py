@@ -815,38 +815,23 @@ def test_weights_in_bf16_keep_their_masters():
 
 
 @pytest.mark.parametrize("N, V, D, layouts, softcap", [
-    (33, 270, 24, ("fp32", "bf16"), None), (40, 290, 136, ("master",), None), (20, 300, 16, ("fp32",), 5.0),
+    (33, 270, 24, ("fp32",), None), (60, 290, 40, ("master",), None), (20, 300, 16, ("fp32",), 5.0),
 ])
 def test_forged_classifier_of_more_shapes(N, V, D, layouts, softcap):
     forging.check_classifier(DEVICE, N, V, D, layouts, softcap)
-
-
-@needs_triton
-def test_forged_classifier_in_slices_by_kernels():
-    forging.check_slices(DEVICE, kernels=True)
 
 
 def test_stash_of_more_shapes():
     forging.check_stash(DEVICE, sizes=(3, 50), V=130, D=24)
 
 
-@pytest.mark.parametrize("dtype, M, K, N", [
-    (torch.bfloat16, 128, 256, 64), (torch.float32, 1, 8, 1),
-    (torch.bfloat16, 65, 392, 33), (torch.float32, 40, 129, 7),
-])
-def test_forged_steps_are_the_written_out_ones(dtype, M, K, N):
-    forging.check_exact(DEVICE, M, K, N, seed=M, dtype=dtype)
+@pytest.mark.parametrize("M, K, N", [(128, 256, 64), (1, 8, 1), (65, 392, 33), (40, 129, 7)])
+def test_forged_steps_are_the_written_out_ones(M, K, N):
+    forging.check_exact(DEVICE, M, K, N, seed=M)
 
 
-def test_forged_shards_and_slabs_of_more_shapes():
+def test_forged_shards_of_more_shapes():
     forging.check_shards(DEVICE, 41, 384, 9)
-    forging.check_plans()
-
-
-@needs_gpu
-@needs_triton
-def test_forge_in_a_cuda_graph_and_without_new_kernels():
-    forging.check_graph(DEVICE)
 
 
 @needs_gpu
@@ -877,15 +862,6 @@ def test_forged_models_leave_no_memory_behind():
         del model
         gc.collect()
     assert all(weight() is None for weight in gone)
-
-
-def test_slabs_in_bf16_round_the_gradient_as_autograd_does():
-    generator = torch.Generator().manual_seed(0)
-    X, dY = (torch.randn(50, width, generator=generator).bfloat16().to(DEVICE) for width in (256, 128))
-    weight, handle = forging.forged(torch.zeros(128, 256, device=DEVICE), forging.SGD(), gradient=torch.bfloat16)
-    forging.take_step(weight, handle, X, dY, 1.0, 1)
-    want = -(dY.float().T @ X.float()).bfloat16().float()
-    assert (weight == want).float().mean() > 0.99  # sums in another order round otherwise now and then
 
 
 def test_forged_model_keeps_what_is_skipped_frozen_or_no_plain_linear():
@@ -1424,7 +1400,7 @@ def test_stopped_run_saves_and_says_how_to_go_on(long_run, tmp_path, number, fla
 
 
 @pytest.mark.parametrize("states", [
-    "fp32", "master", "bf16 --rule adam-mini", "int8", "fp32 --optimizer forge", "int8 --clip 0.5 --accum 2"])
+    "fp32", "master", "int8 --rule adam-mini", "int8", "fp32 --optimizer forge", "int8 --clip 0.5 --accum 2"])
 def test_stopped_forge_resumes_bitwise(tiny, states):
     states, *more = states.split()
     flags = ["--states", states, *more, *(["--deterministic"] if base.HAS_CUDA else [])]
@@ -1704,8 +1680,8 @@ def test_default_optimizer_is_what_the_other_flags_allow(tiny, capsys):
 
 
 def test_checkpoint_of_another_optimizer_is_refused(tiny, capsys):
-    tiny("--states", "bf16")
-    assert tiny("--resume", "--states", "int8")[0] == 2 and "the checkpoint has bf16" in capsys.readouterr().err
+    tiny("--states", "master")
+    assert tiny("--resume", "--states", "int8")[0] == 2 and "the checkpoint has master" in capsys.readouterr().err
     assert tiny("--resume", "--optimizer", "ordinary")[0] == 2 and "checkpoint has forge-cce" in capsys.readouterr().err
     assert tiny("--resume", "--rule", "adamw")[0] == 2 and "the checkpoint has muon" in capsys.readouterr().err
     assert tiny("--resume", "--loss", "reference")[0] == 2 and "forge-cce with --loss ref" in capsys.readouterr().err
@@ -1999,7 +1975,7 @@ def test_more_gpus_than_present_is_one_clear_line(tiny, capsys):
 
 FEATURES = {
     "adamw": dict(rule="adamw"), "mini": dict(rule="adam-mini"), "accum": dict(accum=2), "clip": dict(clip=0.5),
-    "forge": dict(optimizer="forge"), "forge-cce": dict(optimizer="forge-cce"), "states": dict(states="bf16"),
+    "forge": dict(optimizer="forge"), "forge-cce": dict(optimizer="forge-cce"), "states": dict(states="master"),
     "ddp": dict(sync="ddp"), "diloco": dict(sync="diloco", inner_steps=1), "noloco": dict(sync="noloco", inner_steps=1),
     "tp": dict(tp=2), "moe": dict(moe=4), "ep": dict(moe=4, ep_policy="llep"), "bias": dict(moe=4, balance="bias"),
     "recompute": dict(recompute=True), "offload": dict(offload=True), "cce": dict(loss="cce"),
@@ -2144,7 +2120,7 @@ def test_two_features_compose_or_are_refused(small, pair):
         return
     found, expected = small(flags), small(uncut(flags))
     assert len(losses(found)) == 2 and losses(found) == pytest.approx(losses(expected), abs=1e-5)
-    narrow = flags.get("states") == "bf16"
+    narrow = flags.get("states") == "master"
     assert norms(found) == pytest.approx(norms(expected), rel=2e-3 if narrow else 2e-5)
 
 
@@ -2355,7 +2331,7 @@ def test_doubling_the_vocabulary_adds_logits_only_to_the_materialised_loss(monke
 
 
 @pytest.mark.parametrize("flags", [
-    "--optimizer ordinary", "--optimizer ordinary --rule adamw", "--rule adamw --optimizer forge --states bf16",
+    "--optimizer ordinary", "--optimizer ordinary --rule adamw", "--rule adamw --optimizer forge --states int8",
     *(f"--optimizer {name} --states {states}" for name in ("forge", "forge-cce") for states in forging.LAYOUTS),
     "--moe 4", "--moe 4 --optimizer ordinary", "--moe 4 --optimizer forge --states int8 --rule adamw",
 ])
@@ -2393,7 +2369,7 @@ def test_predicted_bytes_of_what_waits(tokens, accum):
 @needs_gpu
 @pytest.mark.parametrize("loss, optimizer, states", [
     *((loss, "ordinary", "fp32") for loss in train.LOSSES), ("cce-exact", "ordinary --rule adamw", "fp32"),
-    ("cce-exact", "forge-cce --rule adamw --clip 0", "fp32"), ("cce-exact", "forge --rule adamw", "bf16"),
+    ("cce-exact", "forge-cce --rule adamw --clip 0", "fp32"), ("cce-exact", "forge --rule adamw", "int8"),
     *(("cce-exact", optimizer, states) for optimizer in ("forge", "forge-cce") for states in forging.LAYOUTS),
     ("cce-sparse", "forge-cce", "int8"), ("cce-exact", "forge --clip 1", "fp32"),
     ("cce-exact", "forge-cce --clip 1", "master"), ("cce-exact", "ordinary --moe 8", "fp32"),

@@ -640,10 +640,10 @@ class Optimizer:
         reading = filtering.Readback(torch.stack([v.detach().double() for v in (*values, norm)]))
         self.taken = not self.skips or all(map(math.isfinite, reading.read()))
         if self.taken:
-            if self.waits:
-                self.forged.release(*self.at, self.clip, self.parameters, norm)
-            elif self.clip:
+            if self.clip:
                 torch.nn.utils.clip_grads_with_norm_(self.parameters, self.clip, norm)
+            if self.waits:
+                self.forged.release(*self.at, forging.clip_scale(norm, self.clip) if self.clip else 1.0)
             if self.forged and not self.inside:
                 self.forged.step_gradients(*self.at)
             self.ordinary.step()
@@ -662,7 +662,7 @@ class Optimizer:
                 (own if spread(p) else common).append(p.grad)
         own, common = (torch.nn.utils.get_total_norm(gradients).double() for gradients in (own, common))
         if self.inside:  # where anything is spread, all of these are
-            forged = self.forged.norm() if self.waits else self.forged.telemetry().gradient_norm.norm()
+            forged = self.forged.norm() if self.waits else self.forged.gradient_norms().norm()
             own = torch.stack((own, forged)).norm()
         return torch.stack((self.over_parts(own), common)).norm()
 
@@ -848,7 +848,7 @@ def predict_memory(config, batch, accum, args, device, processes=1):
     plans = [forging.plan_step(rule, s.M * s.count if muon else s.M, s.K, N * s.met // s.count, args.states, rung,
                                matrices=s.count) for s in layer_shapes(config, tp)]
     layer = max(plan.bytes for plan in plans)
-    rows = forging.plan_update(V, D, N, args.states, "slab", by_rows=True)
+    rows = forging.plan_step(table_rule, V, D, 0, args.states)
     layer = max(layer, rows.bytes if both else 0) if forged or muon or mini else 0
     work = muon * max(muon_bytes(s, plan, device, tp) for s, plan in zip(layer_shapes(config, tp), plans, strict=True))
     dtype = cut_dtype(args)
@@ -1820,7 +1820,7 @@ def make_parser():
         help="of experts: loss of the global batch, of each micro-batch, a bias without a loss, none (global)")
     add("--ep-policy", choices=list(mixture.POLICIES),
         help="of experts spread over processes, with --sync ddp: fixed places, or least loaded (ep)")
-    add("--states", choices=list(forging.LAYOUTS), help="of forged weights: fp32; bf16 with fp32 master; bf16; int8")
+    add("--states", choices=list(forging.LAYOUTS), help="of forged weights: fp32; bf16 with fp32 master; int8 moments")
     add("--clip", type=float,
         help="largest gradient norm; 0: do not clip, and forged steps inside backward (0; 1 without Muon)")
     add("--on-nan", choices=("stop", "skip"), default="stop",
