@@ -1,11 +1,11 @@
-"""04 - The optimizer's step inside the backward pass: of all gradients, one slab is alive at a time (Muon: one matrix).
+"""04 - The optimizer's step inside backward: of all matrices' gradients a slab is alive at a time, for Muon one matrix.
 
 The problem in one number
     Between the end of backward and the optimizer's step every gradient is alive, only to be read a single time: 15 GiB
     in bf16 for Llama 3 8B, as much as its weights. But AdamW's new value of an element needs that element of the
     gradient and no other. So a step can be taken as soon as a part of dW is complete, and that part forgotten: a tile
     that is still in registers (FORGE), or some rows of it, a slab, in one buffer of 32 MiB that all weights share. In
-    fp32 the weights are the same, bit for bit. How much of dW has to be there is a question to the rule:
+    fp32 the weights are an ordinary step's, bit for bit. How much of dW has to be there is a question to the rule:
 
         rule        needs to see    so that of all gradients there are at a time
         AdamW, SGD  an element      a tile in registers, or a slab
@@ -25,8 +25,8 @@ The maths
     AdamW               m += (1 - b1) (dW - m)      v = b2 v + (1 - b2) dW^2
                         W = W (1 - lr decay) - lr / (1 - b1^t) * m / (sqrt(v / (1 - b2^t)) + eps)
     Adam-mini           the same with one v for a row:      v = b2 v + (1 - b2) mean(dW^2 along the row)
-    Muon                m += (1 - b) (dW / |dW| - m)        U V^T of the SVD of m, nearly, by products of matrices:
-                        W = W (1 - lr decay) - lr sqrt(max(1, M / K)) U V^T
+    Muon                g = dW / |dW|      m += (1 - b) (g - m)      U S V^T = g + b (m - g), the momentum's look ahead
+                        W = W (1 - lr decay) - lr sqrt(max(1, M / K)) U V^T     (nearly, by products of matrices)
 
 The ladder
     v1  hook    autograd makes a layer's dW, a hook takes the step and drops it. One whole dW at a time (LOMO). It needs
@@ -38,7 +38,7 @@ The ladder
 How to launch
     python 04_fused_optimizer.py                         checks, bytes, times; a minute on a CPU, three on a GPU
     python 04_fused_optimizer.py --break update-first    plant a famous bug and watch its check fail (exit status 1)
-    python 04_fused_optimizer.py --table                 times by shape, tokens and layout (GPU, minutes)
+    python 04_fused_optimizer.py --table                 the table of times in all layouts (GPU, minutes)
 
 References
     FORGE, arXiv 2606.22932: the step in the epilogue of the gradient's matrix product. We had its abstract only; what
@@ -247,31 +247,24 @@ RULES = (AdamW, AdamMini, SGD, Muon)
 # What moves a layer is the matrix it multiplies by. A gradient dW = U S V^T is the sum of a few strong directions (its
 # large singular values) and many weak ones, and so is its momentum: a step along it turns the strong ones only. Muon
 # keeps the directions and makes all of them equally strong: the update is U V^T, the orthogonal matrix nearest to the
-# momentum, times the rate. Two things follow. Its size does not depend on the gradient's: a batch whose gradient is a
-# hundred times its neighbours' moves the weights no further than any other, so nothing needs to be clipped, and the
-# step can be taken as soon as dW is there, inside backward. And it has no second moment.
+# momentum, times the rate. And each gradient is divided by its norm before it enters the momentum. (That is ours: a
+# plain mean of the last twenty or so is ruled by its longest, at the start the oldest, later those of a burst.) So the
+# size of a gradient does not matter at all: a batch whose gradient is a hundred times its neighbours' moves the weights
+# no further than any other, nothing needs to be clipped, and the step can be taken as soon as dW is there, inside
+# backward. There is no second moment either.
 #
 # An SVD would be slow on a GPU. Newton-Schulz makes (nearly) the same of matrix products alone. An odd polynomial of X,
 #     p(X) = a X + b (X X^T) X + c (X X^T)^2 X = U p(S) V^T,     p(s) = a s + b s^3 + c s^5,
-# acts on each singular value by itself. X is first divided by its norm, so that all of them lie in 0 ... 1. To converge
-# to 1 for good, p would need p(1) = 1 and p'(1) = 0, and then a slope at 0 of 1.875 at most: small values, most of them
-# are below 0.01, would grow too slowly. Jordan's coefficients give up convergence for the steepest start: a = 3.4445
-# each step, and what has arrived is kicked about between 0.68 and 1.16 instead of settling at 1. That is near enough to
-# train with. Five steps bring whatever was above 0.005 of the norm there:
+# acts on each singular value by itself. X is first divided by its norm, so that all of them lie in 0 ... 1. To settle
+# at 1 without overshooting, p would need p(1) = 1 and p'(1) = 0, hence a slope at 0 of 1.875 at most: small values,
+# most of them are below 0.01, would grow too slowly. Jordan's coefficients give up settling for the steepest start,
+# 3.4445 each step. What was above 0.005 of the norm ends between 0.68 and 1.16, near enough to train with:
 #
 #     before      .001   .002   .005   .01    .02    .05    .1     .2     .5     1
 #     1 step      .003   .007   .017   .034   .069   .172   .340   .651  1.189   .701
-#     2 steps     .012   .024   .059   .118   .236   .567   .992  1.162   .896  1.114
-#     3 steps     .041   .082   .203   .400   .751  1.202   .707   .815   .824   .721
-#     4 steps     .140   .279   .661  1.093  1.050   .944  1.107   .953   .938  1.090
 #     5 steps     .471   .860  1.154   .699   .682   .758   .712   .747   .765   .696
 #
 # (A run of this file plots a whole matrix's, before and after.)
-#
-# One thing is ours: the momentum is a mean of gradients that were divided by their norm. A plain mean is ruled by the
-# longest of the last twenty or so; at the start, where gradients shrink from step to step, those are the oldest, and
-# after a burst it is the burst. (For the same reason clipping at 1 helps a plain mean; but that needs the whole model's
-# gradient first.)
 #
 # It costs, in a matrix with m <= n of rows and columns, 5 (4 m^2 n + 2 m^3) FLOP however many tokens there are. For
 # GPT-2 small that is 3 % of a step of 65,536 tokens; for a model of 7 billion parameters and 16,384 tokens as much as
@@ -291,7 +284,7 @@ def rate_of_shape(M, K):
 @cce.without_autocast
 def orthogonal(U):
     """U (M, K), or a stack (E, M, K) of which each is a matrix of its own; any float dtype, overwritten -> nearly U V^T
-    of its singular vectors, times rate_of_shape. 0 stays 0 and NaN stays NaN. Peak: U and orthogonal_bytes()."""
+    of its singular vectors, times rate_of_shape. 0 stays 0 and NaN stays NaN. Peak: orthogonal_bytes(), U included."""
     M, K = U.shape[-2:]
     wide, multiply_add = torch.promote_types(U.dtype, torch.float32), torch.addmm if U.dim() == 2 else torch.baddbmm
     norm = torch.linalg.vector_norm(U, dim=(-2, -1), keepdim=True, dtype=wide)
@@ -312,7 +305,7 @@ def orthogonal_flops(M, K):
 
 
 def orthogonal_bytes(M, K, itemsize=2):
-    """Bytes that Muon holds beside dW for its time: the momentum's look ahead, the next X, and A, B and the next A."""
+    """Bytes that Muon holds beside dW for its time: U, the next X, and A, B and the next A."""
     return itemsize * (2 * M * K + 3 * min(M, K) ** 2)
 
 
@@ -382,7 +375,8 @@ FUSED_UP_TO = {"fp32": (1024, 1024), "master": (512, 1024), "int8": (0, 0)}
 
 
 class Plan(NamedTuple):
-    """How a weight is stepped: "hook", "slab", "fused" or, with Muon, "matrix"; rows of dW at a time, their bytes."""
+    """How a weight is stepped: "slab", "fused" or, with Muon, "matrix" ("hook": for forecasts; autograd does that);
+    rows of dW at a time, their bytes."""
 
     rung: str
     rows: int
@@ -405,22 +399,6 @@ def plan_step(rule, M, K, N, layout, rung="auto", slab=SLAB, matrices=1):
         return Plan("fused", 0, 0)
     rows = M if M <= fitting else max(1, fitting // 128 * 128 or fitting)  # 128: a tile of the library's product
     return Plan("slab", rows, 4 * rows * K)
-
-
-def whole_slabs(block, rows):
-    """Columns of a classifier's G to make at a time: a rest would take as long as a slab."""
-    return block if block < rows else block // rows * rows
-
-
-def classifier_bytes(N, V, D, gradient="exact", candidates=0, workspace=None):
-    """Bytes that forge_classifier holds at its peak on a GPU with bf16 operands, dE (2 N D) and the slab included. For
-    the sparse gradient: of a mean number of candidates a row."""
-    dE, plan = 2 * N * D, plan_step(AdamW(), V, D, 0, "master")
-    if gradient == "sparse":
-        capacity = filtering.capacity_for(N, candidates)
-        return plan.bytes + dE + filtering.sparse_bytes(N, V, D, torch.bfloat16, capacity, sink=True)
-    block = cce.gradient_plan(N, V, D, "cuda", torch.bfloat16, workspace, orders=("vocabulary",)).block
-    return plan.bytes + 2 * dE + max(dE, 2 * N * whole_slabs(block, plan.rows))
 
 
 # ==== 4. What int8 stores: bf16 by chance, and 8-bit codes ============================================================
@@ -520,14 +498,14 @@ def decode_v(code, scale):
 
 # ==== 5. The step of some rows: in PyTorch, then in one kernel ========================================================
 #
-#            read                          compute                       write
-#     W or master, m, v  --> fp32 -->  rule.update(p, g, m, v) --> rounded, coded --> master, W, m, v
-#     g (a slab)         --> * scale --'     |
-#                                            '--> sum of g^2, for the norm that is logged
+#            read                            compute                       write
+#     W or master, m, v  --> fp32 ---->  rule.update(p, g, m, v) --> rounded, coded --> master, W, m, v
+#     g (a slab)  ---+-----> * scale ----'
+#                    '-----> sum of g^2, for the norm that is logged
 #
-# The kernel makes one pass, in which every byte of the state is read and written once. Twin functions have twin names:
-# read_m and load_m, write_m and store_m, torch_step and update_tile. On equal inputs fp32 and master make equal bits in
-# both; in int8, where rounding hides the rest, compiled kernels divide faster and less exactly.
+# The kernel makes one pass, in which every byte of the state is read and written once. The docstrings of its functions
+# name their twins in PyTorch. On equal inputs fp32 and master make equal bits in both; in int8, where rounding hides
+# the rest, compiled kernels divide faster and less exactly (and of a NaN they leave no trace in the codes, only in W).
 
 
 class Fields(NamedTuple):
@@ -550,59 +528,53 @@ class Fields(NamedTuple):
     groups: int
 
 
-PIECE = 2**16  # elements at a time: few enough for a CPU's cache, as many as torch takes two threads for
+PIECE = 2**16  # elements at a time: small enough for a CPU's cache, large enough for two threads
 SLOTS = tl.constexpr(32)  # places for sums of g^2, so that thousands of programs do not queue for one
 
 
-def read_m(f, rows=slice(None)):
-    """Rows of m of Fields f, in fp32."""
-    return f.m[rows].float() if f.m_scale is None else decode_m(f.m[rows], f.m_scale[rows])
+def read(moment, scale, decode, rows=slice(None)):
+    """Rows of a moment, in fp32."""
+    return moment[rows].float() if scale is None else decode(moment[rows], scale[rows])
 
 
-def write_m(f, rows, m):
-    """Store them, in f's form."""
-    if f.m_scale is None:
-        f.m[rows] = m
+def write(moment, scale, encode, rows, x):
+    """Store them, as what they are kept as."""
+    if scale is None:
+        moment[rows] = x
     else:
-        f.m[rows], f.m_scale[rows] = encode_m(m)
-
-
-def noise_of(state, row, R):
-    """Random bits of R rows from `row` on of a weight, counted in the whole one."""
-    handle, (top, left), W = state.handle, state.origin, state.weight
-    return random_bits(handle.seed, handle.at_step, state.number, top + row, left, R, W.shape[1], W.device)
+        moment[rows], scale[rows] = encode(x)
 
 
 @torch.no_grad()
 def torch_step(state, f, gradient, row):
     """The step of the rows from `row` on, of a State with Fields f, whose gradient is (R, K); piece by piece."""
-    R, K = gradient.shape
+    (R, K), handle, (top, left) = gradient.shape, state.handle, state.origin
     s = Scalars(*f.scalars.unbind())
     for start, stop in cce.pieces(R, max(1, PIECE // K)):
         rows = slice(row + start, row + stop)
         g, m, v = gradient[start:stop].float(), None, None  # (r, K)
         p = (f.W if f.master is None else f.master)[rows].float()
         if f.m is not None:  # else g is an update that is ready
-            m = read_m(f, rows)
+            m = read(f.m, f.m_scale, decode_m, rows)
             f.squares[0] += torch.linalg.vector_norm(g).double() ** 2
             g = g * s.scale
         if f.row_v is not None:
             v = f.row_v[rows].unsqueeze(1)  # (r, 1)
         elif f.v is not None:
-            v = f.v[rows] if f.v_scale is None else decode_v(f.v[rows], f.v_scale[rows])
+            v = read(f.v, f.v_scale, decode_v, rows)
 
         p, m, v = state.rule.update(p, g, m, v, s)
 
         if f.master is not None:
             f.master[rows] = p
-        by_chance = f.W.dtype == torch.bfloat16 and f.master is None
-        f.W[rows] = round_to_bf16(p, noise_of(state, row + start, stop - start)) if by_chance else p.to(f.W.dtype)
+        elif f.W.dtype == torch.bfloat16:
+            place = top + row + start, left, stop - start, K  # in the whole weight
+            p = round_to_bf16(p, random_bits(handle.seed, handle.at_step, state.number, *place, p.device))
+        f.W[rows] = p.to(f.W.dtype)
         if m is not None:
-            write_m(f, rows, m)
-        if v is not None and f.v_scale is not None:
-            f.v[rows], f.v_scale[rows] = encode_v(v)
-        elif v is not None:
-            f.v[rows] = v
+            write(f.m, f.m_scale, encode_m, rows, m)
+        if v is not None:
+            write(f.v, f.v_scale, encode_v, rows, v)
 
 
 # Muon's first half moves the momentum and looks ahead: where will it be if this gradient comes once more (Nesterov)?
@@ -618,19 +590,19 @@ def move_momentum(state, gradient, norms, U, row):
     """Muon's momentum of the rows from `row` on moves by their gradient (R, K), fp32, over its matrix's norm, norms
     (E,); U (R, K) becomes the look ahead."""
     f, (R, K) = state.fields, gradient.shape
-    s, norms = Scalars(*f.scalars.unbind()), norms.where(norms != 0, 1).repeat_interleave(state.rows)  # (R,)
+    s, norms = Scalars(*f.scalars.unbind()), norms.where(norms != 0, 1).repeat_interleave(state.matrix_rows)  # (R,)
     for start, stop in cce.pieces(R, max(1, PIECE // K)):
         rows, raw = slice(row + start, row + stop), gradient[start:stop]  # (r, K)
         f.squares[0] += torch.linalg.vector_norm(raw).double() ** 2
-        g, m = raw / norms[start:stop].unsqueeze(1), read_m(f, rows)
+        g, m = raw / norms[start:stop].unsqueeze(1), read(f.m, f.m_scale, decode_m, rows)
         m = fma(g - m, s.fresh_m, m)
-        write_m(f, rows, m)
+        write(f.m, f.m_scale, encode_m, rows, m)
         U[start:stop] = look_ahead_torch(g, m, s.b1)
 
 
-# The same in Triton. Elements of a program: it only moves bytes, hence small tiles, many programs. The interpreter:
-# few programs. NO_FUSION: no contraction of a * b + c beyond those written, which would round once where torch rounds
-# twice.
+# The same in Triton. Sizes of tiles. "step": the kernel only moves bytes, so that small tiles and many programs are
+# best; "16-bit", "32-bit": of forge_kernel (section 6), by the dtype of dY and X. The interpreter pays by the program,
+# and gets few. NO_FUSION: no contraction of a * b + c beyond those written: it rounds once where torch rounds twice.
 
 TILES = {
     "step": dict(BLOCK_M=4, BLOCK_K=256, num_warps=4),
@@ -648,46 +620,29 @@ KEEP, DECAY, RATE, B1, FRESH_M, B2, FRESH_V, UNBIAS, EPS, SCALE = map(tl.constex
 
 @triton.jit
 def quotient(a, b, EXACT: tl.constexpr):
-    """a / b, correctly rounded or, with a tenth of the instructions, within 2 units of the last place."""
+    """a / b, correctly rounded or, with a tenth of the instructions, within 2 units of the last place. (UPCAST, of 02:
+    interpreted.)"""
     if EXACT or UPCAST:
         return tl.div_rn(a, b)
     return libdevice.fast_dividef(a, b)
 
 
 @triton.jit
-def square_root(x, EXACT: tl.constexpr):
-    return tl.sqrt_rn(x) if EXACT else tl.sqrt(x)
-
-
-@triton.jit
-def constants(s):
+def constants(f):
     """What all tiles of a step share: Scalars, in their order, and what the random bits are keyed by."""
-    a = s.scalars
+    a = f.scalars
     scalars = (tl.load(a), tl.load(a + 1), tl.load(a + 2), tl.load(a + 3), tl.load(a + 4), tl.load(a + 5),
                tl.load(a + 6), tl.load(a + 7), tl.load(a + 8), tl.load(a + 9))
-    place = (tl.load(s.place).to(tl.int32), tl.load(s.place + 1).to(tl.int32), tl.load(s.place + 2).to(tl.int32))
-    return scalars, (tl.load(s.key), tl.load(s.key + 1).to(tl.int32), place[0], place[1], place[2])
-
-
-@triton.jit
-def adamw_tile(p, g, m, v, scalars, EXACT: tl.constexpr):
-    """AdamW.update. fused_multiply_add(a, b, c) is a b + c, rounded once."""
-    m = fused_multiply_add(g - m, scalars[FRESH_M], m)
-    v = fused_multiply_add(g * g, scalars[FRESH_V], v * scalars[B2])
-    return moved_tile(p, m, v, scalars, EXACT), m, v
+    place = (tl.load(f.place).to(tl.int32), tl.load(f.place + 1).to(tl.int32), tl.load(f.place + 2).to(tl.int32))
+    return scalars, (tl.load(f.key), tl.load(f.key + 1).to(tl.int32), place[0], place[1], place[2])
 
 
 @triton.jit
 def moved_tile(p, m, v, scalars, EXACT: tl.constexpr):
-    """AdamW.moved; v (ROWS, COLS), or of Adam-mini (ROWS, 1)."""
-    denominator = tl.broadcast_to(square_root(v, EXACT) * scalars[UNBIAS] + scalars[EPS], m.shape)
+    """AdamW.moved; v (ROWS, COLS), or of Adam-mini (ROWS, 1). fused_multiply_add(a, b, c) is a b + c, rounded once."""
+    root = tl.sqrt_rn(v) if EXACT else tl.sqrt(v)
+    denominator = tl.broadcast_to(root * scalars[UNBIAS] + scalars[EPS], m.shape)
     return fused_multiply_add(quotient(m, denominator, EXACT), scalars[RATE], p * scalars[KEEP])
-
-
-@triton.jit
-def sgd_tile(p, g, m, scalars):
-    m = m * scalars[B1] + fused_multiply_add(p, scalars[DECAY], g)
-    return fused_multiply_add(m, scalars[RATE], p), m
 
 
 @triton.jit
@@ -741,102 +696,95 @@ def spread(x, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 
 @triton.jit
-def spot(s, row, col, row_stop, ROWS: tl.constexpr, COLS: tl.constexpr):
+def spot(f, row, col, row_stop, ROWS: tl.constexpr, COLS: tl.constexpr):
     """Where the elements of the tile (ROWS, COLS) at (row, col) are, and the scales of its groups; which there are."""
     rows, cols = row + tl.arange(0, ROWS), col + tl.arange(0, COLS)
     groups = col // GROUP_OF_CODES + tl.arange(0, COLS // GROUP_OF_CODES)
-    inside = (rows < row_stop)[:, None] & (cols < s.K)[None, :]
-    scaled = (rows < row_stop)[:, None] & (groups < s.groups)[None, :]
+    inside = (rows < row_stop)[:, None] & (cols < f.K)[None, :]
+    scaled = (rows < row_stop)[:, None] & (groups < f.groups)[None, :]
     rows = rows.to(tl.int64)[:, None]
-    return rows * s.K + cols[None, :], inside, rows * s.groups + groups[None, :], scaled
+    return rows * f.K + cols[None, :], inside, rows * f.groups + groups[None, :], scaled
 
 
 @triton.jit
-def load_m(s, place, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """read_m of the tile at a spot."""
-    at, inside, scale_at, scaled = place
-    m = tl.load(s.m + at, mask=inside, other=0)
-    if s.m_scale is not None:
-        y = from_code(m)
-        scale = spread(tl.load(s.m_scale + scale_at, mask=scaled, other=0.0), ROWS, COLS)
-        m = quotient(y * scale, 254.0 - tl.abs(y), False)
-    return m.to(tl.float32)
+def load_moment(moment, scales, where, SIGNED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """read() of a tile: of m (SIGNED) or v."""
+    at, inside, scale_at, scaled = where
+    x = tl.load(moment + at, mask=inside, other=0)
+    if scales is not None:
+        code = from_code(x)
+        x = code * spread(tl.load(scales + scale_at, mask=scaled, other=0.0), ROWS, COLS)
+        x = quotient(x, 254.0 - tl.abs(code), False) if SIGNED else x * x
+    return x.to(tl.float32)
 
 
 @triton.jit
-def store_m(s, m, place, ROWS: tl.constexpr, COLS: tl.constexpr):
+def store_m(f, m, where, ROWS: tl.constexpr, COLS: tl.constexpr):
     """write_m of that tile."""
-    at, inside, scale_at, scaled = place
-    if s.m_scale is not None:
+    at, inside, scale_at, scaled = where
+    if f.m_scale is not None:
         top = top_of_groups(tl.where(inside, tl.abs(m), 0.0), ROWS, COLS)
         wide = spread(top, ROWS, COLS)
         y = quotient(254.0 * m, tl.where(wide == 0.0, 1.0, wide) + tl.abs(m), False)
-        tl.store(s.m + at, nearest_integer(y).to(tl.int8), mask=inside)
-        tl.store(s.m_scale + scale_at, top, mask=scaled)
+        tl.store(f.m + at, nearest_integer(y).to(tl.int8), mask=inside)
+        tl.store(f.m_scale + scale_at, top, mask=scaled)
     else:
-        tl.store(s.m + at, m, mask=inside)
+        tl.store(f.m + at, m, mask=inside)
 
 
 @triton.jit
-def load_v(s, place, ROWS: tl.constexpr, COLS: tl.constexpr):
-    at, inside, scale_at, scaled = place
-    v = tl.load(s.v + at, mask=inside, other=0)
-    if s.v_scale is not None:
-        x = from_code(v) * spread(tl.load(s.v_scale + scale_at, mask=scaled, other=0.0), ROWS, COLS)
-        v = x * x
-    return v.to(tl.float32)
-
-
-@triton.jit
-def store_v(s, v, place, ROWS: tl.constexpr, COLS: tl.constexpr):
-    at, inside, scale_at, scaled = place
-    if s.v_scale is not None:
+def store_v(f, v, where, ROWS: tl.constexpr, COLS: tl.constexpr):
+    at, inside, scale_at, scaled = where
+    if f.v_scale is not None:
         x = tl.where(inside, tl.sqrt(v), 0.0)
         top = top_of_groups(x, ROWS, COLS)
         y = x * spread(255.0 * tl.div_rn(1.0, tl.where(top == 0.0, 1.0, top)), ROWS, COLS)
         code = tl.where(x > 0, tl.maximum(nearest_integer(y) & 0xFFFF, V_FLOOR), 0)
-        tl.store(s.v + at, code.to(tl.uint8), mask=inside)
-        tl.store(s.v_scale + scale_at, tl.div_rn(top, 255.0), mask=scaled)
+        tl.store(f.v + at, code.to(tl.uint8), mask=inside)
+        tl.store(f.v_scale + scale_at, tl.div_rn(top, 255.0), mask=scaled)
     else:
-        tl.store(s.v + at, v, mask=inside)
+        tl.store(f.v + at, v, mask=inside)
 
 
 @triton.jit
-def update_tile(g, s, scalars, key, row, col, row_stop, ROWS: tl.constexpr, COLS: tl.constexpr):
+def update_tile(g, f, scalars, key, row, col, row_stop, ROWS: tl.constexpr, COLS: tl.constexpr):
     """torch_step of the tile (ROWS, COLS) at (row, col) of a weight with Fields s; g is its gradient, fp32, 0 from
-    row_stop and from column s.K on, where the tile ends (of a weight without m: its update)."""
-    place = spot(s, row, col, row_stop, ROWS, COLS)
-    at, inside = place[0], place[1]
-    if s.master is not None:
-        p = tl.load(s.master + at, mask=inside, other=0.0)
+    row_stop and from column f.K on, where the tile ends (of a weight without m: its update)."""
+    where = spot(f, row, col, row_stop, ROWS, COLS)
+    at, inside = where[0], where[1]
+    if f.master is not None:
+        p = tl.load(f.master + at, mask=inside, other=0.0)
     else:
-        p = tl.load(s.W + at, mask=inside, other=0.0).to(tl.float32)
+        p = tl.load(f.W + at, mask=inside, other=0.0).to(tl.float32)
 
-    if s.m is None:
+    if f.m is None:
         p = fused_multiply_add(g, scalars[RATE], p * scalars[KEEP])  # Muon.update
     else:
-        EXACT: tl.constexpr = s.m_scale is None  # rounding to codes hides the rest
+        EXACT: tl.constexpr = f.m_scale is None  # rounding to codes hides the rest
         g *= scalars[SCALE]
-        m = load_m(s, place, ROWS, COLS)
-        if s.row_v is not None:
-            rows = row + tl.arange(0, ROWS)
+        m = load_moment(f.m, f.m_scale, where, True, ROWS, COLS)
+        if f.v is None and f.row_v is None:  # SGD.update
+            m = m * scalars[B1] + fused_multiply_add(p, scalars[DECAY], g)
+            p = fused_multiply_add(m, scalars[RATE], p)
+        else:  # AdamW'f, AdamMini's
             m = fused_multiply_add(g - m, scalars[FRESH_M], m)
-            row_v = tl.load(s.row_v + rows, mask=rows < row_stop, other=1.0)[:, None]
-            p = moved_tile(p, m, row_v, scalars, EXACT)
-        elif s.v is not None:
-            p, m, v = adamw_tile(p, g, m, load_v(s, place, ROWS, COLS), scalars, EXACT)
-            store_v(s, v, place, ROWS, COLS)
-        else:
-            p, m = sgd_tile(p, g, m, scalars)
-        store_m(s, m, place, ROWS, COLS)
+            if f.row_v is not None:
+                rows = row + tl.arange(0, ROWS)
+                v = tl.load(f.row_v + rows, mask=rows < row_stop, other=1.0)[:, None]
+            else:
+                v = load_moment(f.v, f.v_scale, where, False, ROWS, COLS)
+                v = fused_multiply_add(g * g, scalars[FRESH_V], v * scalars[B2])
+                store_v(f, v, where, ROWS, COLS)
+            p = moved_tile(p, m, v, scalars, EXACT)
+        store_m(f, m, where, ROWS, COLS)
 
-    if s.master is not None:
-        tl.store(s.master + at, p, mask=inside)
-        tl.store(s.W + at, to_bf16(p, nearest(p)), mask=inside)
-    elif s.W.dtype.element_ty == tl.bfloat16:
-        tl.store(s.W + at, to_bf16(p, tile_bits(key, row, col, ROWS, COLS)), mask=inside)
+    if f.master is not None:
+        tl.store(f.master + at, p, mask=inside)
+        tl.store(f.W + at, to_bf16(p, nearest(p)), mask=inside)
+    elif f.W.dtype.element_ty == tl.bfloat16:
+        tl.store(f.W + at, to_bf16(p, tile_bits(key, row, col, ROWS, COLS)), mask=inside)
     else:
-        tl.store(s.W + at, p, mask=inside)
+        tl.store(f.W + at, p, mask=inside)
 
 
 @triton.jit
@@ -845,58 +793,54 @@ def squares_of(g):
 
 
 @triton.jit
-def record(s, squares):
+def record(f, squares):
     """A program's part of the sum of g^2. (relaxed: the default order makes every program wait for its stores, which
     doubled the time of narrow layouts. Once a program, not a tile: that took up to 8 % of a step by lists.)"""
-    tl.atomic_add(s.squares + tl.program_id(0) % SLOTS, squares.to(tl.float64), sem="relaxed")
+    tl.atomic_add(f.squares + tl.program_id(0) % SLOTS, squares.to(tl.float64), sem="relaxed")
 
 
 @triton.jit
-def step_kernel(G, s, row, row_stop, stride, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+def step_kernel(G, f, row, row_stop, stride, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
     """The step of the rows from `row` up to row_stop, whose gradient is G (R, K), in one pass."""
-    across = tl.cdiv(s.K, BLOCK_K)
+    across = tl.cdiv(f.K, BLOCK_K)
     down, col = tl.program_id(0) // across * BLOCK_M, tl.program_id(0) % across * BLOCK_K
     rows, cols = down + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_K)
-    g = load_tile(G, rows, cols, row_stop - row, s.K, stride).to(tl.float32)  # (BLOCK_M, BLOCK_K)
-    scalars, key = constants(s)
-    update_tile(g, s, scalars, key, row + down, col, row_stop, BLOCK_M, BLOCK_K)
-    if s.m is not None:  # or else they are no gradient's
-        record(s, squares_of(g))
+    g = load_tile(G, rows, cols, row_stop - row, f.K, stride).to(tl.float32)  # (BLOCK_M, BLOCK_K)
+    scalars, key = constants(f)
+    update_tile(g, f, scalars, key, row + down, col, row_stop, BLOCK_M, BLOCK_K)
+    if f.m is not None:  # or else they are no gradient's
+        record(f, squares_of(g))
 
 
 @triton.jit
-def look_ahead(g, m, b1):
-    return fused_multiply_add(m - g, b1, g)
-
-
-@triton.jit
-def momentum_kernel(G, norms, U, s, matrix, row, row_stop, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+def momentum_kernel(G, norms, U, f, matrix, row, row_stop, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
     """move_momentum of the rows from `row` up to row_stop. matrix: rows of one."""
-    across = tl.cdiv(s.K, BLOCK_K)
+    across = tl.cdiv(f.K, BLOCK_K)
     down, col = tl.program_id(0) // across * BLOCK_M, tl.program_id(0) % across * BLOCK_K
     rows, cols = down + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_K)
-    raw = load_tile(G, rows, cols, row_stop - row, s.K, s.K)  # (BLOCK_M, BLOCK_K)
+    raw = load_tile(G, rows, cols, row_stop - row, f.K, f.K)  # (BLOCK_M, BLOCK_K)
     norm = tl.load(norms + rows // matrix, mask=rows < row_stop - row, other=1.0)
     g = tl.div_rn(raw, tl.broadcast_to(tl.where(norm == 0.0, 1.0, norm)[:, None], raw.shape))
-    scalars, key = constants(s)
-    place = spot(s, row + down, col, row_stop, BLOCK_M, BLOCK_K)
-    m = load_m(s, place, BLOCK_M, BLOCK_K)
+    scalars, key = constants(f)
+    where = spot(f, row + down, col, row_stop, BLOCK_M, BLOCK_K)
+    m = load_moment(f.m, f.m_scale, where, True, BLOCK_M, BLOCK_K)
     m = fused_multiply_add(g - m, scalars[FRESH_M], m)
-    store_m(s, m, place, BLOCK_M, BLOCK_K)
-    inside = (rows < row_stop - row)[:, None] & (cols < s.K)[None, :]
-    here = rows.to(tl.int64)[:, None] * s.K + cols[None, :]
-    tl.store(U + here, look_ahead(g, m, scalars[B1]).to(U.dtype.element_ty), mask=inside)
-    record(s, squares_of(raw))
+    store_m(f, m, where, BLOCK_M, BLOCK_K)
+    inside = (rows < row_stop - row)[:, None] & (cols < f.K)[None, :]
+    here = rows.to(tl.int64)[:, None] * f.K + cols[None, :]
+    tl.store(U + here, fused_multiply_add(m - g, scalars[B1], g).to(U.dtype.element_ty), mask=inside)
+    record(f, squares_of(raw))
 
 
 # ==== 6. v3, FORGE: the tile of dW stays in registers =================================================================
 #
-#               X (N, K)                      one program: a tile of dW
-#              +---------+                      acc = 0
-#     dY^T     |    :    |                      for all tokens, BLOCK_N at a time:  acc += dY^T X
-#     +-----+  |    :    |  N                   update_tile(acc): the step of its weights, from registers
-#     |.....|  |    :    |                      dW is nowhere
-#     +-----+  +----:----+
+#                  X (N, K)           a program owns a tile (i, j) of dW, W and the state
+#                 +--+--+--+              acc = 0
+#                 |  |j |  | N            for all tokens, BLOCK_N at a time:  acc += dY[:, i]^T X[:, j]
+#     dY^T (M, N) +--+--+--+              update_tile(acc)      acc never leaves the registers
+#       +------+  +--+--+--+
+#     i |======|  |  |##|  | W (M, K)
+#       +------+  +--+--+--+
 #
 # A program sums over ALL tokens: the update is not linear in dW, so that tokens cannot be split among programs and
 # added up later, as libraries do when a matrix is small.
@@ -904,26 +848,26 @@ def momentum_kernel(G, norms, U, s, matrix, row, row_stop, BLOCK_M: tl.constexpr
 
 @triton.jit
 def update_parts(
-    g, s, scalars, key, row, col, row_stop, ROWS: tl.constexpr, COLS: tl.constexpr, PARTS: tl.constexpr
+    g, f, scalars, key, row, col, row_stop, ROWS: tl.constexpr, COLS: tl.constexpr, PARTS: tl.constexpr
 ):
     """update_tile in PARTS pieces, one after another: with all of a large tile's state at once, registers run out."""
     if PARTS == 1:
-        update_tile(g, s, scalars, key, row, col, row_stop, ROWS, COLS)
+        update_tile(g, f, scalars, key, row, col, row_stop, ROWS, COLS)
     else:
         HALF: tl.constexpr = ROWS // 2
         upper, lower = tl.split(tl.permute(tl.reshape(g, (2, HALF, COLS)), (1, 2, 0)))
-        update_parts(upper, s, scalars, key, row, col, row_stop, HALF, COLS, PARTS // 2)
-        update_parts(lower, s, scalars, key, row + HALF, col, row_stop, HALF, COLS, PARTS // 2)
+        update_parts(upper, f, scalars, key, row, col, row_stop, HALF, COLS, PARTS // 2)
+        update_parts(lower, f, scalars, key, row + HALF, col, row_stop, HALF, COLS, PARTS // 2)
 
 
 @triton.jit
 def forge_kernel(
-    dY, X, s, N, stride_dy, stride_x, row, row_stop, FETCHED: tl.constexpr, BLOCK_N: tl.constexpr,
+    dY, X, f, N, stride_dy, stride_x, row, row_stop, FETCHED: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
 ):
     """dW = dY^T X for the rows from `row` up to row_stop, and their step. FETCHED: dY and X are descriptors, by which
     Hopper's copy engine brings their tiles (2 to 8 % faster)."""
-    down, col = tile_at(tl.program_id(0), tl.cdiv(row_stop - row, BLOCK_M), tl.cdiv(s.K, BLOCK_K))
+    down, col = tile_at(tl.program_id(0), tl.cdiv(row_stop - row, BLOCK_M), tl.cdiv(f.K, BLOCK_K))
     down, col = down * BLOCK_M, col * BLOCK_K
     rows, cols = down + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_K)
     acc = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
@@ -933,11 +877,11 @@ def forge_kernel(
             dy, x = dY.load([start, down]), X.load([start, col])  # (BLOCK_N, BLOCK_M), (BLOCK_N, BLOCK_K)
         else:
             dy = load_tile(dY, tokens, rows, N, row_stop - row, stride_dy)
-            x = load_tile(X, tokens, cols, N, s.K, stride_x)
+            x = load_tile(X, tokens, cols, N, f.K, stride_x)
         acc = dot(tl.trans(dy), x, acc)
-    scalars, key = constants(s)
-    update_parts(acc, s, scalars, key, row + down, col, row_stop, BLOCK_M, BLOCK_K, PARTS)
-    record(s, squares_of(acc))
+    scalars, key = constants(f)
+    update_parts(acc, f, scalars, key, row + down, col, row_stop, BLOCK_M, BLOCK_K, PARTS)
+    record(f, squares_of(acc))
 
 
 # The same for rows that come as lists, 03's ListedRows: a sparse gradient of a classifier, the tokens of an embedding.
@@ -946,18 +890,18 @@ def forge_kernel(
 
 @triton.jit
 def listed_kernel(
-    c, s, M, ROWS: tl.constexpr, COLS: tl.constexpr, ENTRIES: tl.constexpr, SPAN: tl.constexpr
+    c, f, M, ROWS: tl.constexpr, COLS: tl.constexpr, ENTRIES: tl.constexpr, SPAN: tl.constexpr
 ):
     """The step of SPAN tiles of W (M, K) from ListedRows c, each row's entries summed in registers."""
-    row, first, stop = listed_span(s.K, ROWS, COLS, SPAN)
+    row, first, stop = listed_span(f.K, ROWS, COLS, SPAN)
     lists = lists_of_rows(c, row + tl.arange(0, ROWS), M)
-    scalars, key = constants(s)
+    scalars, key = constants(f)
     squares = 0.0
     for col in range(first, stop, COLS):
-        g = listed_tile(c, lists, col, s.K, ROWS, COLS, ENTRIES)
-        update_tile(g, s, scalars, key, row, col, M, ROWS, COLS)
+        g = listed_tile(c, lists, col, f.K, ROWS, COLS, ENTRIES)
+        update_tile(g, f, scalars, key, row, col, M, ROWS, COLS)
         squares += squares_of(g)
-    record(s, squares)
+    record(f, squares)
 
 
 # ==== 7. Factors: a gradient that is not made until it is used ========================================================
@@ -1036,7 +980,7 @@ class Classes(NamedTuple):
             weight_gradient(G, self.E, out[start:stop], add)
 
 
-class Whole(NamedTuple):
+class Dense(NamedTuple):
     """A gradient (M, K) after all: the smaller one, beyond so many tokens; or one that autograd made."""
 
     gradient: torch.Tensor
@@ -1076,10 +1020,6 @@ def crossover(shapes, itemsize=2, gradient=4, inputs=None):
     return gradient * sum(M * K for M, K in shapes) / stash_bytes(shapes, 1, itemsize, inputs)
 
 
-def ghost_is_cheaper(N, M, K):
-    return N * (M + K) < M * K
-
-
 def ghost_square(dY, X):
     """||dY^T X||^2, fp64, from the tokens' inner products."""
     total = torch.zeros((), dtype=torch.float64, device=X.device)
@@ -1110,18 +1050,40 @@ def row_norms(gradient):
     return torch.linalg.vector_norm(gradient, dim=1, dtype=torch.float32)
 
 
+def step_in_hook(state):
+    """v1, LOMO's idea: as soon as autograd has a weight's whole gradient, take the step and drop it. Whatever made that
+    gradient; after v2 or v3 there is none, unless the weight has a second use that nobody counted."""
+    alive = weakref.ref(state)  # the weight holds the hook, and must not hold the state that holds the weight
+
+    def hook(weight):
+        state = alive()
+        if state is None or weight.grad is None or state.handle.phase == "idle":
+            return
+        gradient, weight.grad = weight.grad, None
+        if state.handle.phase == "stashing":
+            return state.keep(Dense((gradient.to_dense() if gradient.is_sparse else gradient).float()))
+        state.check_second()
+        state.consume([Dense(gradient)])
+
+    state.weight.register_post_accumulate_grad_hook(hook)
+
+
 class State:
-    """The optimizer's state of one weight (M, K), and its steps. Made by Forge; `weight` is changed in place.
+    """The optimizer's state of one weight (M, K), and its steps. Made by Forge; `weight` is changed in place. The
+    methods that step raise ValueError when the handle is not armed, or rows do not lie in W or are less than the rule
+    needs.
 
     tensors: what a checkpoint has to hold beside the weight itself: "master" (M, K) fp32, "m", "v" (M, K) in the
     layout's dtypes, "m_scale", "v_scale" (M, groups) fp32, "row_v" (M,) fp32, as far as rule and layout have them."""
 
-    def __init__(self, handle, name, weight, rule, scalars, squares, *, origin=(0, 0), matrices=1, ranks=None):
-        self.handle, self.name, self.weight, self.rule = handle, name, weight, rule
+    def __init__(self, handle, names, weight, rule, scalars, squares, table, origin, matrices, ranks):
+        self.handle, self.names, self.name, self.weight, self.rule = handle, names, names[0], weight, rule
+        self.table = table  # an embedding or a classifier, whose gradient comes by rows
         self.origin, self.ranks = origin, ranks
-        self.number = zlib.crc32(name.encode()) >> 1  # another weight has other noise, whatever else is in the model
+        self.number = zlib.crc32(names[0].encode()) >> 1  # other weights have other noise, whatever else there is
         (M, K), device, form = weight.shape, weight.device, LAYOUTS[handle.layout]
-        self.tensors = {"master": weight.detach().float().clone()} if form.master else {}
+        master = weight.detach().float().clone(memory_format=torch.contiguous_format)
+        self.tensors = {"master": master} if form.master else {}
         self.dtype = weight.dtype  # of what an embedding returns
         weight.data = weight.data.to(form.weight).contiguous()
         for moment, dtype in zip(rule.moments, form.moments, strict=False):
@@ -1133,16 +1095,15 @@ class State:
         self.fields = Fields(
             weight.detach(), *map(self.tensors.get, ("master", "m", "v", "row_v", "m_scale", "v_scale")), scalars,
             handle.key, torch.tensor([self.number, *origin], device=device), squares, K, math.ceil(K / GROUP))
-        self.rows = M // matrices  # of one matrix
-        self.names, self.table = [name], False  # table: an embedding or a classifier, whose gradient comes by rows
+        self.matrix_rows = M // matrices
         self.version = weight._version  # when it was last known to be what its master copy says
         self.forwarded = self.stepped = False  # since arm()
         self.factors, self.seen = [], []  # what waits; versions of the tensors that it refers to
         step_in_hook(self)
 
     def step(self, gradient, row=0):
-        """The step of the rows of W from `row` on whose gradient (R, K), any float dtype, this is. Every row has one
-        step a time. ValueError when it is not armed, or the block does not lie in W or is less than the rule needs."""
+        """The step of the rows of W from `row` on whose gradient (R, K), any float dtype, this is: once a row and
+        arm()."""
         self.check_block(row, gradient.shape)
         if self.rule.needs == "row":
             self.move_rows(row_norms(gradient), row)
@@ -1180,7 +1141,7 @@ class State:
         """Muon's first half: moves the momentum by the gradient (R, K), and returns the update (R, K). Of a matrix that
         is cut over ranks each moves its part of the momentum, and all of them make the whole update."""
         (R, K), ranks, gradient = gradient.shape, self.ranks, gradient.float().contiguous()
-        norms = torch.linalg.vector_norm(gradient.view(-1, self.rows, K), dim=(1, 2))  # (E,)
+        norms = torch.linalg.vector_norm(gradient.view(-1, self.matrix_rows, K), dim=(1, 2))  # (E,)
         norms = ranks.total(norms**2).sqrt() if ranks else norms
         U = torch.empty(R, K, dtype=self.handle.narrow, device=gradient.device)
         if self.handle.backend == "torch":
@@ -1188,10 +1149,10 @@ class State:
         else:
             tiles = TILES["step"]
             grid = (triton.cdiv(R, tiles["BLOCK_M"]) * triton.cdiv(K, tiles["BLOCK_K"]),)
-            momentum_kernel[grid](gradient, norms, U, self.fields, self.rows, row, row + R, **NO_FUSION, **tiles)
+            momentum_kernel[grid](gradient, norms, U, self.fields, self.matrix_rows, row, row + R, **NO_FUSION, **tiles)
         if ranks:
             return ranks.own_part(orthogonal(ranks.join(U)))
-        return orthogonal(matrices_of(U, self.rows)).view(R, K)
+        return orthogonal(matrices_of(U, self.matrix_rows)).view(R, K)
 
     def slabs(self, factors, rows, row=0, M=None):
         """v2. Yield (slab, row): a gradient of M rows (by default all), a sum over factors, block by block. One buffer
@@ -1205,13 +1166,20 @@ class State:
             yield slab, row + top
 
     def step_in_slabs(self, factors, rows, row=0, M=None):
-        """v2: the step of M rows of W from `row` on, so many at a time. ValueError as for step."""
+        """v2: the step of M rows of W from `row` on, so many at a time."""
         for slab, top in self.slabs(factors, rows, row, M):
             self.step(slab, top)
 
+    def step_product(self, product, plan, row=0):
+        """The step of the rows from `row` on that a product is the gradient of, by v2 or v3."""
+        if plan.rung == "fused":
+            self.step_fused(*product, row)
+        else:
+            self.step_in_slabs([product], plan.rows, row, product.dY.shape[1])
+
     def step_fused(self, dY, X, row=0):
         """v3. dY (N, R), X (N, K), fp32 or bf16: the step of R rows of W from `row` on, without their gradient. Needs
-        Triton's kernels. ValueError as for step."""
+        Triton's kernels."""
         N, R = dY.shape
         self.check_block(row, (R, X.shape[1]), fused=True)
         if dY.dtype != X.dtype:  # blocked PyTorch makes G of bf16 logits in fp32
@@ -1241,11 +1209,11 @@ class State:
             raise base.BadInput(f"step of {self.name}: not armed: call arm(lr, step) first")
         if len(shape) != 2 or row < 0 or row + shape[0] > M or shape[1] != K:
             raise base.BadInput(f"rows of {tuple(shape)} at {row}: they are not rows of {self.name}, {M} x {K}")
-        whole = fused and self.rule.needs == "row"
-        if whole or self.rule.needs == "matrix" and (fused or row % self.rows or shape[0] % self.rows):
-            rows = 1 if self.rule.needs == "row" else self.rows
+        needs = self.rule.needs
+        rows = self.matrix_rows if needs == "matrix" else 1
+        if needs != "element" and (fused or row % rows or shape[0] % rows):
             raise base.BadInput(f"rows of {tuple(shape)} at {row} of {self.name}: {type(self.rule).__name__} takes each"
-                                f" {self.rule.needs} as a whole, of {rows} x {K}: step() those, or give the weight "
+                                f" {needs} as a whole, of {rows} x {K}: step() those, or give the weight "
                                 "another rule")
 
     def written(self):
@@ -1258,11 +1226,11 @@ class State:
         factors, self.stepped = merged(factors), True
         only, element = factors[0] if len(factors) == 1 else None, self.rule.needs == "element"
         plan = self.handle.plan(self, len(only.X) if isinstance(only, Product) else 0)
-        if plan.rung == "fused":
-            self.step_fused(*only)
+        if isinstance(only, Product):
+            self.step_product(only, plan)
         elif isinstance(only, Listed) and element and self.handle.backend == "triton":
             self.step_listed(only.lists)
-        elif isinstance(only, Whole):
+        elif isinstance(only, Dense):
             M = len(self.weight)
             for start, stop in cce.pieces(M, plan.rows if self.rule.needs == "matrix" else M):
                 self.step(only.gradient[start:stop], start)
@@ -1271,31 +1239,30 @@ class State:
 
     def keep(self, factor, price=1):
         """A factor for later; or, once dW itself is smaller than `price` times the factors, a part of that."""
-        first = not self.factors
-        if whole := self.whole(factor, price):
-            return factor.write(self, whole.gradient, 0, add=not first)
+        if dense := self.dense_for(factor, price):
+            return factor.write(self, dense.gradient, 0, add=True)
         self.factors.append(factor)
-        if not isinstance(factor, Whole):  # later factors are added to that in place
+        if not isinstance(factor, Dense):  # later factors are added to that in place
             read = [*tensors_of(factor), *([self.weight] if isinstance(factor, Classes) else [])]
             self.seen += [(tensor, tensor._version) for tensor in read]
 
-    def whole(self, factor, price=1):
-        """The Whole that is to take what this factor stands for; None while dW is larger than `price` times it and the
-        factors so far, of which the Whole begins."""
-        whole = next((f for f in self.factors if isinstance(f, Whole)), None)
-        if whole is None and price * factor_bytes([*self.factors, factor]) > 4 * self.weight.numel():
+    def dense_for(self, factor, price=1):
+        """The Dense to add this factor to, made now, from the factors so far, if dW is smaller than `price` times all
+        of them; else None."""
+        dense = next((f for f in self.factors if isinstance(f, Dense)), None)
+        if dense is None and price * factor_bytes([*self.factors, factor]) > 4 * self.weight.numel():
             self.check_factors()
-            whole = Whole(torch.zeros(self.weight.shape, device=self.weight.device))
+            dense = Dense(torch.zeros(self.weight.shape, device=self.weight.device))
             for earlier in self.factors:
-                earlier.write(self, whole.gradient, 0, add=True)
-            self.factors, self.seen = [whole], []
-        return whole
+                earlier.write(self, dense.gradient, 0, add=True)
+            self.factors, self.seen = [dense], []
+        return dense
 
     def square(self):
-        """The squared norm of the gradient that the factors stand for, fp64, which leaves nothing behind."""
+        """The squared norm of the gradient that the factors stand for, fp64; frees what it makes."""
         factors, (M, K) = merged(self.factors), self.weight.shape
         only = factors[0] if len(factors) == 1 else None
-        if isinstance(only, Product) and ghost_is_cheaper(len(only.X), M, K):
+        if isinstance(only, Product) and len(only.X) * (M + K) < M * K:
             return ghost_square(*only)
         slabs = self.slabs(factors, self.handle.plan(self, 0).rows)
         return sum(torch.linalg.vector_norm(slab, dtype=torch.float64) ** 2 for slab, _ in slabs)
@@ -1303,37 +1270,39 @@ class State:
     @property
     def hooked(self):
         """Whether autograd makes its gradient, and sums over uses, before v1's hook takes the step: of layers."""
-        layer = not self.table and self.rows == len(self.weight)  # not 07's experts
+        layer = not self.table and self.matrix_rows == len(self.weight)  # not 07's experts
         return self.handle.rung == "hook" and layer and self.rule.needs != "matrix"
 
     # What could go wrong, each with a line that says what to do.
 
     def check(self, stashing):
         """ValueError if the next backward pass would go wrong."""
-        weight, W, master = self.weight, self.fields.W, self.fields.master
+        weight = self.weight
         if weight.grad is not None:
             raise base.BadInput(f"{self.name} has a gradient already, which no step would use: call arm() or stash() "
                                 "before backward()")
         if not stashing and len(self.names) > 1 and not self.hooked:
             raise base.BadInput(reused(self.name))
         if weight._backward_hooks and (stashing or not self.hooked):
-            raise base.BadInput(f"{self.name} has a gradient hook, but no whole gradient: remove it (a layer's weight "
-                                "has one with rung='hook', armed)")
-        self.check_place()
+            raise base.BadInput(f"{self.name} has a gradient hook, but no whole gradient: remove it (it would see one "
+                                "only with rung='hook', armed)")
+        self.check_weight()
+
+    def check_weight(self):
+        """ValueError if the parameter is no longer the tensor that is stepped, or was written to without its master
+        copy. (What is written through .data is not seen.)"""
+        weight, W, master = self.weight, self.fields.W, self.fields.master
+        if weight.data_ptr() != W.data_ptr() or weight.dtype != W.dtype:
+            raise base.BadInput(f"{self.name} was moved or cast after forge(): do .to(...) before it")
         if master is not None and weight._version != self.version:  # somebody else wrote: a look is worth its wait
             if not torch.equal(W, master.to(W.dtype)):
                 raise base.BadInput(f"{self.name} was changed since its last step, but not its master copy: load "
                                     "weights before forge(), or the handle's state with them")
             self.version = weight._version
 
-    def check_place(self):
-        """ValueError if the parameter is no longer the tensor that is stepped."""
-        if self.weight.data_ptr() != self.fields.W.data_ptr() or self.weight.dtype != self.fields.W.dtype:
-            raise base.BadInput(f"{self.name} was moved or cast after forge(): do .to(...) before it")
-
     def check_factors(self):
         """ValueError if what the factors refer to is not what it was in backward."""
-        self.check_place()
+        self.check_weight()
         if any(tensor._version != version for tensor, version in self.seen):
             raise base.BadInput(f"{self.name}: a layer's input, the targets or the weight were changed in place "
                                 "between backward and release(), which reads them: copy them before, or disarm()")
@@ -1363,9 +1332,6 @@ class State:
 
     # A copy of a forged model (for an average of weights, say), or one from a file, is an ordinary model: None.
 
-    def __deepcopy__(self, memo):
-        return None
-
     def __reduce__(self):
         return type(None), ()
 
@@ -1380,29 +1346,24 @@ def reused(name):
 # A handle is always in one of three phases. In each, backward does something else with a weight's gradient; a call that
 # a phase does not have raises, and changes nothing.
 #
-#                                   arm(lr, step): the next step
-#                                      .------.
-#               arm(lr, step)          v      |     stash()
-#      +------+ ----------------> +-------+ --' --------------> +----------+ <--.
-#      | idle |                   | armed |                     | stashing |    | backward: keeps factors, any
-#      +------+ <---------------- +-------+                     +----------+ ---' number of times; norm()
-#       ^   |      disarm()         | once: backward steps,           |  ^
-#       |   |                       v dW is dropped                   |  |
-#       |   '-------------------------- stash() ----------------------|--'
-#       '---------- release(lr, step, scale): steps; or disarm(): drops factors
+#               arm                    stash
+#     idle  ----------->  armed  ------------->  stashing
+#       ^                   |                      ^  |
+#       |------ disarm -----'                      |  |
+#       |--------------------- stash --------------'  |
+#       '---------------- release, disarm ------------'
 #
-#                                idle          armed         stashing
-#      backward leaves           .grad         nothing       factors
-#      arm, stash                yes           yes           release() or disarm() first
-#      norm, release             stash() first stash() first yes
-#      step_gradients            yes           disarm()      disarm()
+#     phase     backward leaves          calls -> the phase after them; any other raises
+#     idle      .grad                    arm -> armed       stash -> stashing   step_gradients, disarm -> idle
+#     armed     nothing: it steps, once  arm -> armed       stash -> stashing   disarm -> idle
+#     stashing  factors, many times      norm -> stashing   release, disarm -> idle
 #
 # Clipping, and steps that may have to be left out, are three lines of the caller's, who may want to sum norms over
 # ranks, or not to wait for the device:
 #
 #     norm = handle.norm(others)                                        # fp64, on the device
-#     scale = clip_scale(norm, 1.0)                                     # a tensor: nothing waits
-#     handle.release(lr, step, scale) if norm.isfinite() else handle.disarm()
+#     scale = clip_scale(norm, 1.0)                                     # a tensor, too
+#     handle.release(lr, step, scale) if norm.isfinite() else handle.disarm()         # the if waits for the device
 
 
 def clip_scale(norm, clip):
@@ -1430,7 +1391,7 @@ class Forge:
     ):
         weights, origins, matrices, ranks = dict(weights), dict(origins or {}), dict(matrices or {}), ranks or {}
         rules = dict.fromkeys(weights, rule) | dict(rules or {})
-        check_forge(weights, rules, layout, rung, seed, origins, tables)
+        check_forge(weights, rules, layout, rung, seed, origins, tables, matrices, ranks)
         device = next(iter(weights.values())).device
         self.layout, self.seed, self.slab_bytes = layout, seed, slab
         self.backend = cce.choose_backend(backend, *[next(iter(weights.values()))] * 2)
@@ -1450,12 +1411,11 @@ class Forge:
         self.key = torch.tensor([seed, 0], device=device)
         self.squares = torch.zeros(len(weights), as_int(SLOTS), dtype=torch.float64, device=device)
         self.states = {
-            name: State(self, name, weight, rules[name], self.scalars[self.rules.index(rules[name])], squares,
-                        origin=origins.get(name, (0, 0)), matrices=matrices.get(name, 1), ranks=ranks.get(name))
+            name: State(self, [name, *(aliases or {}).get(name, [])], weight, rules[name],
+                        self.scalars[self.rules.index(rules[name])], squares, name in tables,
+                        origins.get(name, (0, 0)), matrices.get(name, 1), ranks.get(name))
             for (name, weight), squares in zip(weights.items(), self.squares, strict=True)
         }
-        for name, state in self.states.items():
-            state.names, state.table = [name, *(aliases or {}).get(name, [])], name in tables
         wanted = [state for state in self.states.values()
                   if self.rung in ("auto", "slab") or state.table or state.rule.needs == "matrix"]
         elements = [self.plan(state, 0).rows * state.weight.shape[1] for state in wanted]
@@ -1484,14 +1444,14 @@ class Forge:
         """The Plan for a weight's gradient, of a linear layer's backward pass over N tokens, or (0) any other."""
         M, K = state.weight.shape
         rung = self.rung if N and self.rung != "hook" else "slab"
-        return plan_step(state.rule, M, K, N, self.layout, rung, self.slab_bytes, M // state.rows)
+        return plan_step(state.rule, M, K, N, self.layout, rung, self.slab_bytes, M // state.matrix_rows)
 
     def buffer(self, elements):
         """Room for a slab: the one that is kept from step to step, where that will do."""
         return self.slab if elements <= len(self.slab) else torch.empty(elements, device=self.slab.device)
 
     def replayed(self, key, work):
-        """work(), launches on what is always at the same places. On a GPU it is a CUDA graph from the second time on:
+        """work(), whose tensors have the same addresses each time. On a GPU it is a CUDA graph from the second time on:
         Muon's 22 launches a matrix take the host 0.5 ms and the GPU 0.17, so that the GPU would wait."""
         if self.side is None or torch.cuda.is_current_stream_capturing():
             return work()
@@ -1511,8 +1471,9 @@ class Forge:
     def arm(self, lr, step):
         """The next backward pass is step `step` (1, 2, ...; their order is the caller's affair) at rate lr, a number,
         or {rule: number} where rules have rates of their own. Replaying a CUDA graph of Triton's kernels takes the same
-        call before each replay. Does not wait for the device, but to compare master copies after somebody else wrote to
-        a weight. ValueError, and nothing changed, when something is about to go wrong."""
+        call before each replay. One forward pass with gradients may follow. Does not wait for the device, but to
+        compare master copies after somebody else wrote to a weight. ValueError, and nothing changed, when something is
+        about to go wrong."""
         self.expect(f"arm(step={step})", "idle", "armed", do="release() or disarm() first")
         self.check_group()
         for state in self.states.values():
@@ -1554,7 +1515,7 @@ class Forge:
         self.expect("norm()", "stashing", do="stash() before backward; of a step inside it gradient_norms() tells")
         squares, wholes = [torch.zeros((), device=self.key.device)], []
         for state in self.states.values():
-            if len(state.factors) == 1 and isinstance(state.factors[0], Whole):
+            if len(state.factors) == 1 and isinstance(state.factors[0], Dense):
                 wholes.append(state.factors[0].gradient)
             elif state.factors:
                 squares.append(state.square())
@@ -1568,8 +1529,9 @@ class Forge:
     @torch.no_grad()
     def release(self, lr, step, scale=1.0):
         """The step `step` at rate lr of every weight that has factors: its gradient is what they add up to, times
-        scale, a number or a tensor of one. Waits for nothing; after it the handle is idle. ValueError, and nothing
-        changed, unless stash() came before, and if what the factors refer to has changed since."""
+        scale, a number or a tensor of one (Muon has no use for it: to leave a step out, disarm()). Waits for nothing;
+        after it the handle is idle. ValueError, and nothing changed, unless stash() came before, and if what the
+        factors refer to has changed since."""
         self.expect("release()", "stashing", do="stash() before the backward passes")
         for state in self.states.values():
             state.check_factors()
@@ -1586,12 +1548,14 @@ class Forge:
         """The step as an ordinary optimizer takes it: of every weight that has a .grad, which is dropped. For gradients
         that were summed over processes or micro-batches first."""
         self.expect("step_gradients()", "idle", do="disarm() before backward, which left no gradients")
+        for state in self.states.values():
+            state.check_weight()
         self.prepare(lr, step)
         try:
             for state in self.states.values():
                 gradient, state.weight.grad = state.weight.grad, None
                 if gradient is not None:
-                    state.consume([Whole(gradient)])
+                    state.consume([Dense(gradient)])
         finally:
             self.disarm()
 
@@ -1616,7 +1580,8 @@ class Forge:
         )
 
     def load_state_dict(self, saved):
-        """ValueError, and nothing changed, when it is of another rule, layout or set of weights."""
+        """ValueError, and nothing changed, when it is of another rule, layout or set of weights, or factors wait."""
+        self.expect("load_state_dict()", "idle", "armed", do="release() or disarm() first")
         mine = self.state_dict()
         if missing := mine.keys() - saved.keys():
             raise base.BadInput(f"the saved state has no {min(missing)!r}: pass what a handle's state_dict() gave")
@@ -1640,28 +1605,14 @@ def forms(part):
         part if isinstance(part, dict) else {"": part}).items()}
 
 
-NOT_HERE = {
-    "adafactor": "sums over rows and columns of the squared gradient", "lamb": "scales by the norm of the update",
-    "lars": "scales by the norm of the gradient", "shampoo": "multiplies by matrices made of the whole gradient",
-}
-
-
-def check_rule(rule):
-    """ValueError unless `rule` is one of RULES."""
-    name = rule if isinstance(rule, str) else getattr(rule, "__name__", type(rule).__name__)
-    if why := NOT_HERE.get(name.lower()):
-        raise base.BadInput(f"rule {name} is not element-wise: it {why}, so no tile can be stepped alone: skip=... "
-                            "those")
-    if not isinstance(rule, RULES):
-        raise base.BadInput(f"rule is {rule!r}: pass AdamW(...), AdamMini(...), SGD(...) or Muon(...) of this file")
-
-
-def check_forge(weights, rules, layout, rung, seed, origins, tables):
+def check_forge(weights, rules, layout, rung, seed, origins, tables, matrices, ranks):
     """ValueError unless a Forge can be made of these."""
+    if strangers := {*rules, *origins, *tables, *matrices, *ranks} - {*weights}:
+        raise base.BadInput(f"{min(strangers)} is no weight here: known are {', '.join([*weights][:8])}")
     for name, rule in rules.items():
-        check_rule(rule)
-        if name not in weights:
-            raise base.BadInput(f"rules has {name!r}, which is no weight here: known are {', '.join([*weights][:8])}")
+        if not isinstance(rule, RULES):
+            raise base.BadInput(f"rule is {rule!r}: pass AdamW(...), AdamMini(...), SGD(...) or Muon(...) of this file;"
+                                " for others, which need more of dW than these, skip=... the weights")
         if isinstance(rule, Muon) and name in tables:
             raise base.BadInput(f"{name}: Muon wants its gradient whole, that of an embedding or a classifier comes in "
                                 "rows: give it AdamW, by rules={...}")
@@ -1682,9 +1633,12 @@ def check_forge(weights, rules, layout, rung, seed, origins, tables):
     if len({weight.device for weight in weights.values()}) > 1:
         raise base.BadInput("the weights are on several devices: forge each device's modules by themselves")
     for name, (row, col) in origins.items():
-        if name not in weights or row < 0 or col < 0 or col % BORDERS[layout]:
-            raise base.BadInput(f"origin of {name}, ({row}, {col}): name a weight, and a column that is a multiple of "
+        if row < 0 or col < 0 or col % BORDERS[layout]:
+            raise base.BadInput(f"origin of {name}, ({row}, {col}): its column has to be a multiple of "
                                 f"{BORDERS[layout]} in layout {layout}")
+    for name, count in matrices.items():
+        if count < 1 or len(weights[name]) % count:
+            raise base.BadInput(f"{name} has {len(weights[name])} rows: {count} matrices cannot be equally large")
 
 
 # ==== 10. Layers, classifier, model ===================================================================================
@@ -1731,6 +1685,7 @@ class _ForgedLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @cce.without_autocast
     def backward(ctx, dy):
         x, state = ctx.saved_tensors[0].detach(), ctx.state  # a factor must not keep the graph
         state.on_backward(ctx.version)
@@ -1738,13 +1693,11 @@ class _ForgedLinear(torch.autograd.Function):
         wanted = cce.wanted(ctx, 1)
         M, K = state.weight.shape
         dY, X = dy.reshape(-1, M), x.reshape(-1, K)  # (N, M), (N, K)
-        with torch.no_grad(), torch.autocast(dy.device.type, enabled=False):
-            dX, dW = dx_then_update(
-                lambda: (dY @ state.weight.to(dY.dtype)).view(x.shape) if ctx.needs_input_grad[0] else None,
-                lambda: weight_update(state, Product(dY, X)) if wanted else None,
-            )
-            db = dY.sum(0) if ctx.biased else None
-        return dX, dW, db, None
+        dX, dW = dx_then_update(
+            lambda: (dY @ state.weight.to(dY.dtype)).view(x.shape) if ctx.needs_input_grad[0] else None,
+            lambda: weight_update(state, Product(dY, X)) if wanted else None,
+        )
+        return dX, dW, dY.sum(0) if ctx.biased else None, None
 
 
 def dx_then_update(input_gradient, update):
@@ -1762,24 +1715,6 @@ def weight_update(state, factor):
         return (factor.dY.T @ factor.X).to(state.weight.dtype)
     state.check_second()
     state.consume([factor])
-
-
-def step_in_hook(state):
-    """v1, LOMO's idea: as soon as autograd has a weight's whole gradient, take the step and drop it. Whatever made that
-    gradient; after v2 or v3 there is none, unless the weight has a second use that nobody counted."""
-    alive = weakref.ref(state)  # the weight holds the hook, and must not hold the state that holds the weight
-
-    def hook(weight):
-        state = alive()
-        if state is None or weight.grad is None or state.handle.phase == "idle":
-            return
-        gradient, weight.grad = weight.grad, None
-        if state.handle.phase == "stashing":
-            return state.keep(Whole((gradient.to_dense() if gradient.is_sparse else gradient).float()))
-        state.check_second()
-        state.consume([Whole(gradient)])
-
-    state.weight.register_post_accumulate_grad_hook(hook)
 
 
 class ForgeEmbedding(nn.Embedding):
@@ -1824,6 +1759,11 @@ class _ForgedEmbedding(torch.autograd.Function):
 # Sparse: once, sink.listed, whose step sums each row of dC in registers. Neither logits nor dC are ever there.
 
 
+def whole_slabs(block, rows):
+    """Columns of a classifier's G to make at a time: a rest would take as long as a slab."""
+    return block if block < rows else block // rows * rows
+
+
 class Sink:
     """What takes a classifier's gradient from 02 and 03 in place of autograd."""
 
@@ -1844,24 +1784,19 @@ class Sink:
     def slices(self, E, targets, lse, *others):
         """What the G of the rows() that follow is made of, with C."""
         # A factor must not keep the graph: what autograd saved comes back with its history.
-        factor, self.whole = Classes(E.detach(), targets, lse.detach(), *others), None
+        factor, self.dense = Classes(E.detach(), targets, lse.detach(), *others), None
         if self.state.handle.phase == "stashing":
-            self.whole = self.state.whole(factor, CLASSIFIER_PRICE)
-            if not self.whole:
+            self.dense = self.state.dense_for(factor, CLASSIFIER_PRICE)
+            if not self.dense:
                 self.state.keep(factor)
 
     def rows(self, start, G, E):
         """The step of rows start ... start + W, from G (N, W) and E (N, D)."""
         state, handle = self.state, self.state.handle
-        if handle.phase == "stashing":
-            if self.whole:
-                weight_gradient(G, E, self.whole.gradient[start : start + G.shape[1]], add=True)
-            return  # or else its time comes, with another G
-        plan = handle.plan(state, len(E))
-        if plan.rung == "fused":
-            state.step_fused(G, E, start)
-        else:
-            state.step_in_slabs([Product(G, E)], plan.rows, start, G.shape[1])
+        if handle.phase == "armed":
+            state.step_product(Product(G, E), handle.plan(state, len(E)), start)
+        elif self.dense:  # or else its time comes, with another G
+            weight_gradient(G, E, self.dense.gradient[start : start + G.shape[1]], add=True)
 
     def listed(self, lists):
         """The step of all rows."""
@@ -1880,11 +1815,9 @@ def forge_classifier(E, C, targets, state, *, gradient="auto", **options):
 
     E (..., D) fp32 or bf16, C (V, D) the weight of `state`, targets (...); gradient "exact", "sparse" or "auto". On a
     stash()-ing handle C is left as it is. Kept is what makes dC (E, lse and targets; sparse: E and lists) or, if that
-    is not CLASSIFIER_PRICE times smaller, dC itself. Unarmed, and without gradients: 03's own. Beyond what 02 and 03
-    say, and 4 N D bytes for dE: a slab. A C in another dtype than E is cast to it first, whole.
+    is not CLASSIFIER_PRICE times smaller, dC itself. Unarmed, and without gradients: 03's own. Memory: what 02 and 03
+    say, 4 N D bytes for dE, and a slab. A C in another dtype than E is cast to it first, whole.
     ValueError on what 03 refuses, a bias, fp16, and a second use in an armed step."""
-    if gradient not in ("exact", "sparse", "auto"):
-        raise base.BadInput(f"gradient is {gradient!r}: use 'exact', 'sparse' or 'auto'")
     if options.get("bias") is not None:
         raise base.BadInput("bias: an ordinary parameter, of which forge_classifier makes no gradient: use 03's loss")
     if not state.table:
@@ -1942,7 +1875,8 @@ def forge(model, rule, layout="fp32", *, skip=(), embeddings=False, classifier=N
             raise base.BadInput(f"{what} is not in the model: known are {', '.join([*known][:9])}, ...")
 
     def takes_part(name, module):
-        kind = type(module) is nn.Linear or type(module) is nn.Embedding and embeddings or hasattr(module, "forged")
+        kind = type(module) is nn.Linear or hasattr(module, "forged") or type(module) is nn.Embedding
+        kind = kind and (embeddings or not isinstance(module, nn.Embedding))
         skipped = any(name == s or name.startswith(f"{s}.") for s in skip)
         return kind and not skipped and isinstance(module.weight, nn.Parameter) and module.weight.requires_grad
 
@@ -2059,6 +1993,7 @@ def check_exact(device="cpu", M=150, K=300, N=300, seed=0):
     digits than that: whoever rounds dW is caught. AdamW and SGD are also torch's: bit for bit on a GPU, elsewhere
     within 4 units in the last place a step."""
     W, data = whole_numbers(N, M, K, device, seed=seed, largest=7)
+    W = W.T.contiguous().T  # a weight may lie in memory by columns
     for rule in (AdamW(eps=0.5, weight_decay=0.1), SGD(weight_decay=0.1)):
         name, p, m, v = type(rule).__name__.strip("_"), W, torch.zeros_like(W), torch.zeros_like(W)
         theirs = nn.Parameter(W.clone())
@@ -2145,8 +2080,8 @@ WAYS = {"arm": take_step, "stash": take_stashed, "clip": functools.partial(take_
 
 
 def check_wide(device="cpu", E=2, M=250, K=136, N=300, seed=0):
-    """Adam-mini and Muon, of a weight in which two matrices lie, in all layouts and ways: as fp64 by hand gives it (on
-    a GPU, whose products are in bf16, Muon as closely as torch's); all ways make the same bits; the norm that is told
+    """Adam-mini and Muon, of a weight in which two matrices lie, in all layouts and ways: as fp64 by hand gives it (a
+    GPU's products for Muon are in bf16: check_orthogonal); all ways make the same bits; the norm that is told
     is of the gradient as it came. N > K: of fewer tokens dW has singular values of 0, where Muon's p raises the noise
     of bf16 to 15 % of the update, by chance."""
     W, data = whole_numbers(N, E * M, K, device, steps=2, seed=seed)
@@ -2171,27 +2106,15 @@ def check_wide(device="cpu", E=2, M=250, K=136, N=300, seed=0):
             if way != "clip":
                 require_equal(title, got, first.setdefault(backend if W.is_cuda else "all", got))
             exact, m, v = by_hand(rule, start, [g * scale for g in gradients], rate)
-            errors = dict(m=(cce.error(read_m(state.fields).view(E, M, K), m), 2e-2 if codes else 6e-6))
+            found = read(state.fields.m, state.fields.m_scale, decode_m).view(E, M, K)
+            errors = dict(m=(cce.error(found, m), 2e-2 if codes else 6e-6))
             if not muon:
                 errors["v"] = cce.error(got["row_v"].view(E, M), v), 1e-6
-            if not codes and not (muon and W.is_cuda):  # W of int8 is rounded by chance
+            if not codes:  # there W is rounded by chance
                 moved = (got.get("master", weight.detach()) - W).view(E, M, K)
-                errors["W"] = cce.error(moved, exact - start), 2e-5
+                errors["W"] = cce.error(moved, exact - start), 0.04 if muon and W.is_cuda else 2e-5
             for what, (off, limit) in errors.items():
                 base.require(off < limit, f"{title}: {what} is off by {off:.1e}")
-    if W.is_cuda:
-        exact, _, _ = by_hand(rule, start, gradients, rate)
-        weight, handle = forged(W, rule, "fp32", **options)
-        for t, (X, dY) in enumerate(data, 1):
-            take_step(weight, handle, X, dY, rate * t, t)
-        for e, w in enumerate(weight.detach().view(E, M, K)):
-            peer = nn.Parameter(start[e].clone())
-            library = torch.optim.Muon([peer], momentum=0.95, nesterov=True, weight_decay=0.1, adjust_lr_fn="original")
-            for t, dW in enumerate(gradients, 1):
-                library.param_groups[0]["lr"], peer.grad = rate * t, dW[e] / dW[e].norm()
-                library.step()
-            moved = [x.double() - start[e] for x in (w, peer.detach(), exact[e])]
-            cce.require_as_good(f"Muon, matrix {e}", *moved, 1e-3)
 
 
 def check_muon_use(device="cpu"):
@@ -2227,23 +2150,22 @@ def check_input_gradient(device="cpu"):
     """dX is dY W with the old W, bit for bit; also for a model under both kinds of activation checkpointing."""
     W, [(X, dY), *_] = whole_numbers(40, 48, 72, device)
     for layout, rule, (rung, backend) in itertools.product(LAYOUTS, (AdamW(), Muon()), rungs(device)):
+        title = f"{layout}, {rung}, {backend}"
         weight, handle = forged(W, rule, layout, rung, backend)
         want, version = dY @ weight.detach().clone().float(), weight._version
-        got = take_step(weight, handle, X, dY, 0.1, 1)
-        base.require(weight._version > version, f"{layout}, {rung}, {backend}: autograd was not told of the write")
-        base.require(torch.equal(got, want), f"{layout}, {rung}, {backend}: dX is not dY W with the old W")
-        base.require(not torch.equal(dY @ weight.detach().float(), want), "the step changed nothing")
-    checkpoint, gradients = torch.utils.checkpoint.checkpoint, []
+        base.require(torch.equal(take_step(weight, handle, X, dY, 0.1, 1), want), f"{title}: dX is not of the old W")
+        base.require(weight._version > version, f"{title}: autograd was not told of the write")
+        base.require(not torch.equal(dY @ weight.detach().float(), want), f"{title}: the step changed nothing")
+    checkpoint, ends = torch.utils.checkpoint.checkpoint, []
     for reentrant in (None, True, False):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(72, 64), nn.GELU(), nn.Linear(64, 48)).to(device)
         handle, x = forge(model, AdamW(), rung="slab"), X.clone().requires_grad_()
         for step in (1, 2):
             handle.arm(0.01, step)
-            x.grad = None
             (model(x) if reentrant is None else checkpoint(model, x, use_reentrant=reentrant)).backward(dY)
-        gradients.append([x.grad, *(p.detach() for p in model.parameters())])
-        same = all(map(torch.equal, gradients[0], gradients[-1]))
+        ends.append([x.grad, *copies(model)])
+        same = all(map(torch.equal, ends[0], ends[-1]))
         base.require(same, f"checkpointing (use_reentrant={reentrant}) changes the step")
 
 
@@ -2346,44 +2268,43 @@ def check_codes(device="cpu"):
 
 def check_linear(device="cpu"):
     """Unarmed, a forged layer is nn.Linear, bit for bit, bias included, and under autocast; armed, its bias still gets
-    that gradient. A pass that is not after the weight's gradient takes no step. By autograd's sum v1 steps a layer that
-    is used twice as torch does."""
-    W, [(X, dY), *_] = whole_numbers(30, 24, 40, device)
-    shaped, kind = X.view(5, 6, 40), torch.device(device).type
+    that gradient. A pass that nobody asked for dW takes no step. In v1, where autograd sums, a layer may be used twice.
+    """
+    W, [(X, dY), *_] = whole_numbers(30, 24, 24, device)
+    kind, make = torch.device(device).type, lambda: nn.Linear(24, 24).to(device)
     for rung, backend in rungs(device):
-        plain, layer = nn.Linear(40, 24).to(device), nn.Linear(40, 24).to(device)
+        plain, layer, title = make(), make(), f"{rung}, {backend}"
         layer.load_state_dict(plain.state_dict())
         handle = forge(layer, AdamW(), rung=rung, backend=backend)
-        base.require(list(handle.ordinary) == ["bias"], f"left to another optimizer: {list(handle.ordinary)}")
+        base.require(list(handle.ordinary) == ["bias"], f"{title}: left to others: {list(handle.ordinary)}")
         for autocast, armed in ((True, False), (False, False), (False, True)):
             results = []
             for module in (plain, layer):
                 module.zero_grad()
                 if armed and module is layer:
                     handle.arm(1e-3, 1)
-                x = shaped.clone().requires_grad_()
+                x = X.view(5, 6, 24).clone().requires_grad_()
                 with torch.autocast(kind, torch.bfloat16, enabled=autocast):
                     y = module(x)
                 y.backward(dY.view(5, 6, 24).to(y.dtype))
                 results.append([y.detach(), x.grad, module.bias.grad, *([] if armed else [module.weight.grad])])
-            base.require(all(map(torch.equal, *results)), f"{rung}, {backend}: a forged layer is not nn.Linear")
-        base.require(layer.weight.grad is None, "an armed pass left a gradient")
-        base.require(not torch.equal(layer.weight, plain.weight), "an armed pass changed nothing")
+            base.require(all(map(torch.equal, *results)), f"{title}: a forged layer is not nn.Linear")
+        done = layer.weight.grad is None and not torch.equal(layer.weight, plain.weight)
+        base.require(done, f"{title}: an armed pass left a gradient, or changed nothing")
         before = layer.weight.detach().clone()
         for frozen in (False, True):
             handle.arm(1e-3, 2)
             layer.weight.requires_grad_(not frozen)
             torch.autograd.grad(layer(x).sum(), x)  # a saliency map, say
-            base.require(torch.equal(layer.weight, before), f"{rung}, {backend}: stepped though nobody asked for dW")
-    models = [nn.Linear(8, 8, bias=False).to(device) for _ in range(2)]
-    models[0].load_state_dict(models[1].state_dict())
-    library, handle = library_step(AdamW(), models[0].weight), forge(models[1], AdamW(), rung="hook")
-    library.param_groups[0]["lr"] = 0.1
+            base.require(torch.equal(layer.weight, before), f"{title}: stepped though nobody asked for dW")
+    twice = [make(), make()]
+    twice[0].load_state_dict(twice[1].state_dict())
+    library, handle = torch.optim.AdamW([twice[0].weight], lr=0.1), forge(twice[1], AdamW(), rung="hook")
     handle.arm(0.1, 1)
-    for model in models:
-        model(model(X[:, :8])).backward(dY[:, :8])
+    for layer in twice:
+        layer(layer(X)).backward(dY)
     library.step()
-    off = (models[0].weight - models[1].weight).abs().max().item()
+    off = cce.error(*[layer.weight.detach() for layer in twice])
     base.require(off < 1e-6, f"a layer that is used twice, in a hook: off by {off:.1e}")
 
 
@@ -2410,7 +2331,7 @@ def check_listed(device="cpu", V=40, N=30):
                 0, (classes + 9 * step) % V, E[rows] * (weights[:, None] if step == 1 else 1.0))) == 0, "other rows")
             library.param_groups[0]["lr"], theirs.grad = 0.01, dense
             library.step()
-            for (_, handle), factor in zip(pair, (Listed(lists), Whole(dense)), strict=True):
+            for (_, handle), factor in zip(pair, (Listed(lists), Dense(dense)), strict=True):
                 handle.arm(0.01, step)
                 handle["weight"].consume([factor])
             require_equal(f"{rule}, {layout}, {backend}, lists", everything(*pair[0]), everything(*pair[1]))
@@ -2426,12 +2347,12 @@ def check_resume(device="cpu"):
     """A state that was saved and loaded goes on with the same bits; one of another rule, layout or shape is refused."""
     W, data = whole_numbers(20, 24, 40, device, steps=4)
     for layout, rule in itertools.product(LAYOUTS, (Muon(), AdamW())):
-        straight, handle = forged(W, rule, layout, "slab", "torch", seed=7)
+        straight, handle = forged(W, rule, layout, seed=7)
         for t, (X, dY) in enumerate(data, 1):
             if t == 3:
                 saved, middle = copy.deepcopy(handle.state_dict()), straight.detach().clone()
             take_step(straight, handle, X, dY, 1e-2, t)
-        resumed, second = forged(W, rule, layout, "slab", "torch")
+        resumed, second = forged(W, rule, layout)
         resumed.data.copy_(middle)
         second.load_state_dict(saved)
         base.require(second.at_step == 2, "the number of the step is lost")
@@ -2450,27 +2371,27 @@ CALLS = {
     "norm": dict(idle=None, armed=None, stashing="stashing"),
     "release": dict(idle=None, armed=None, stashing="idle"),
     "step_gradients": dict(idle="idle", armed=None, stashing=None),
+    "load_state_dict": dict(idle="idle", armed="armed", stashing=None),
     "disarm": dict(idle="idle", armed="idle", stashing="idle"),
 }
 
 
 def check_phases(device="cpu"):
     """The state machine: every call in every phase, and what backward leaves there."""
-    x, arguments = torch.ones(4, 8, device=device), dict.fromkeys(("arm", "release", "step_gradients"), (0.1, 1))
+    x, given = torch.ones(4, 8, device=device), dict.fromkeys(("arm", "release", "step_gradients"), (0.1, 1))
     for (rung, backend), (call, after) in itertools.product(rungs(device), CALLS.items()):
         for phase, wanted in after.items():
             model = nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(2)]).to(device)
-            handle, start = forge(model, AdamW(), rung=rung, backend=backend), copies(model)
-            states = handle.states.values()
+            handle, start, title = forge(model, AdamW(), rung=rung, backend=backend), copies(model), f"{rung}, {phase}"
+            given["load_state_dict"] = (copy.deepcopy(handle.state_dict()),)
             if phase != "idle":
                 handle.arm(0.1, 1) if phase == "armed" else handle.stash()
             model(x).sum().backward()
-            title = f"{rung}, {backend}, {phase}"
-            stepped = not any(map(torch.equal, start, copies(model)))
-            left = {p.grad is not None for p in model.parameters()}, {len(state.factors) for state in states}, stepped
-            right = {"idle": ({True}, {0}, False), "armed": ({False}, {0}, True), "stashing": ({False}, {1}, False)}
-            base.require(left == right[phase], f"{title}: backward left {left}")
-            action, before = functools.partial(getattr(handle, call), *arguments.get(call, ())), snapshot(model, handle)
+            kept = lambda handle=handle: {len(state.factors) for state in handle.states.values()}  # noqa: E731
+            left = {p.grad is not None for p in model.parameters()}, kept(), {*map(torch.equal, start, copies(model))}
+            right = {"idle": (True, 0, True), "armed": (False, 0, False), "stashing": (False, 1, True)}[phase]
+            base.require(left == tuple({one} for one in right), f"{title}: backward left {left}")
+            action, before = functools.partial(getattr(handle, call), *given.get(call, ())), snapshot(model, handle)
             if phase == "idle" and call in ("arm", "stash"):
                 must_raise("has a gradient already", action)
                 model.zero_grad()
@@ -2481,11 +2402,9 @@ def check_phases(device="cpu"):
                 continue
             action()
             stepped = call == "release" or (call, phase) == ("step_gradients", "idle")
-            same = all(map(torch.equal, copies(model), before))
-            right = handle.phase == wanted and same != stepped
-            base.require(right, f"{title}: {call}() went to {handle.phase}, weights the same: {same}")
-            kept = {len(state.factors) for state in states}
-            base.require(kept == ({1} if call == "norm" else {0}), f"{title}: after {call}() {kept} factors are kept")
+            found = handle.phase, kept(), {*map(torch.equal, copies(model), before)}
+            right = wanted, {1} if call == "norm" else {0}, {not stepped}
+            base.require(found == right, f"{title}: {call}() went to {found}, not {right}")
 
 
 def copies(model):
@@ -2507,7 +2426,7 @@ def check_misuse(device="cpu"):
         model = nn.Sequential(make(), make())
         handle = forge(model, AdamW(), rung=rung, backend=backend)
         before = snapshot(model, handle)
-        must_raise("not armed", lambda: handle["0.weight"].step(torch.ones(8, 8, device=device)))  # noqa: B023
+        must_raise("not armed", lambda: handle["0.weight"].step(x[:1]))  # noqa: B023
         for step, lr in ((0, 0.1), (1.5, 0.1), (1, -1.0), (1, math.nan), (1, math.inf), (1, "fast")):
             must_raise(f"step={step}", lambda step=step, lr=lr: handle.arm(lr, step))  # noqa: B023
         must_raise("fp16", lambda: model(x.half()))  # noqa: B023
@@ -2515,9 +2434,9 @@ def check_misuse(device="cpu"):
         handle.arm(0.1, np.int64(1))
         if rung != "hook":
             must_raise("used twice", lambda: model[0](model[0](x)))  # noqa: B023
-        handle.disarm()
         same = all(map(torch.equal, before, snapshot(model, handle)))
         base.require(same, f"{rung}, {backend}: a refusal left a trace")
+        handle.disarm()
         loss = model(x).sum()
         handle.arm(0.1, 1)
         loss.backward(retain_graph=True)
@@ -2531,11 +2450,10 @@ def check_misuse(device="cpu"):
             model[1].weight.mul_(2)
         must_raise("changed between", loss.backward)
         model.zero_grad()
-        twin = copy.deepcopy(model)
+        twin, y = copy.deepcopy(model), x.clone()
         twin(x).sum().backward()
         base.require(twin[0].weight.grad is not None, "a copy of a forged model is no ordinary model")
         handle.stash()
-        y = x.clone()
         model(y).sum().backward()
         must_raise("lr=-1", lambda: handle.release(-1, 1))  # noqa: B023
         y.zero_()
@@ -2548,9 +2466,11 @@ def check_misuse(device="cpu"):
     loaded = make()
     handle = forge(loaded, AdamW(), "master")
     loaded.load_state_dict(dict(weight=torch.ones(8, 8)))
-    must_raise("master copy", lambda: handle.arm(0.1, 1))
+    for call in (handle.arm, handle.step_gradients):
+        must_raise("master copy", lambda call=call: call(0.1, 1))
     loaded.double()
-    must_raise("moved or cast", lambda: handle.arm(0.1, 2))
+    for call in (handle.arm, handle.step_gradients):
+        must_raise("moved or cast", lambda call=call: call(0.1, 2))
 
 
 def check_bad_input(device="cpu"):
@@ -2569,13 +2489,15 @@ def check_bad_input(device="cpu"):
     for words, action in {
         "reduces gradients": lambda: forge(DistributedDataParallel(bare), AdamW()),
         "2 data-parallel": lambda: forge(bare, AdamW(), "int8", data_parallel=2),
-        "not element-wise": lambda: forge(bare, "Shampoo"),
-        "pass AdamW": lambda: forge(bare, torch.optim.SGD),
+        "pass AdamW": lambda: forge(bare, "Shampoo"),
+        "for others, which": lambda: forge(bare, torch.optim.SGD),
         "betas (a pair)": lambda: forge(bare, AdamW(betas=(0.9, 1.0))),
         "AdamW(betas=0.9": lambda: AdamW(betas=0.9),
         "eps is positive": lambda: AdamW(eps=0),
         "weight_decay is not": lambda: Muon(weight_decay=-1),
-        "is no weight here": lambda: forge(bare, AdamW(), "int8", rules={"bias": Muon()}),
+        "bias is no weight": lambda: forge(bare, AdamW(), "int8", rules={"bias": Muon()}),
+        "other is no weight": lambda: forge(bare, AdamW(), "int8", ranks={"other": None}),
+        "equally large": lambda: Forge(dict(a=bare.weight), Muon(), matrices=dict(a=3)),
         "comes in rows": lambda: forge(nn.Sequential(nn.Embedding(8, 8)), Muon(), embeddings=True),
         "layout is": lambda: forge(bare, AdamW(), "fp8"),
         "rung is": lambda: forge(bare, AdamW(), "int8", rung="v3"),
@@ -2770,7 +2692,7 @@ def check_classifier(device="cpu", N=40, V=300, D=40, layouts=("fp32", "master",
                     (factor,), most = state.factors, 4 * C.numel() // CLASSIFIER_PRICE
                     small = isinstance(factor, Listed if gradient == "sparse" else Classes)
                     size = factor_bytes([factor])
-                    right = small and size <= most or isinstance(factor, Whole) and size == 4 * C.numel()
+                    right = small and size <= most or isinstance(factor, Dense) and size == 4 * C.numel()
                     base.require(right, f"{title}: kept is a {type(factor).__name__} of {size} bytes")
                     graph = any(t.requires_grad for t in tensors_of(factor))
                     base.require(not graph, f"{title}: a factor keeps the graph")
@@ -2821,7 +2743,7 @@ def check_classifier_use(device="cpu", N=24, V=300, D=128):
         total = again(e)  # before arm(), which it is not part of: 03's own
         handle.arm(0.1, 1)
         again(e).backward()
-        must_raise("already had its step", lambda: weight_update(state, Whole(C)))
+        must_raise("already had its step", lambda: weight_update(state, Dense(C)))
         handle.arm(0.1, 2)
         total = again(e.bfloat16())  # C is cast: autograd does not watch the weight
         with torch.no_grad():
@@ -2858,7 +2780,7 @@ def check_classifier_use(device="cpu", N=24, V=300, D=128):
         forge_classifier(e.clone(), w, x, h["weight"], gradient="exact").backward()
         kinds.append([type(factor).__name__ for factor in h["weight"].factors])
     h.release(1.0, 1)
-    base.require(kinds == [["Classes"] * n for n in (1, 2, 3)] + [["Whole"]] * 2, f"micro-batches: {kinds} are kept")
+    base.require(kinds == [["Classes"] * n for n in (1, 2, 3)] + [["Dense"]] * 2, f"micro-batches: {kinds} are kept")
     base.require(cce.error(w.detach() - C, -5 * exact[0]) < 1e-5, "micro-batches: another sum")
 
 
@@ -2989,14 +2911,14 @@ def check_factors(device="cpu", M=160, K=600):
         ghost, buffer = N * (M + K) < M * K, handle.buffer
         with mock.patch.object(handle, "buffer", side_effect=buffer) as made:
             off = abs(handle.norm().item() / dW.norm().item() - 1)
-        base.require(off < 3e-7, f"{title}: the norm is off by {off:.1e}")
-        slabs = made.called or isinstance(state.factors[0], Whole)
+        base.require(off < 2e-6, f"{title}: the norm is off by {off:.1e}")
+        slabs = made.called or isinstance(state.factors[0], Dense)
         base.require(slabs != ghost, f"{title}: the norm was made {'by slabs' if slabs else 'by inner products'}")
         for scale in (2.0, 3.0):  # uses outside the layer, in two passes
             (scale * weight * more).sum().backward()
         dW += 5 * more.double()
         off = abs(handle.norm().item() / dW.norm().item() - 1)
-        base.require(off < 3e-7, f"{title}: the norm of several kinds is off by {off:.1e}")
+        base.require(off < 2e-6, f"{title}: the norm of several kinds is off by {off:.1e}")
         handle.release(1.0, 1)
         base.require(cce.error(weight.detach(), -dW) < 1e-6, f"{title}: another update")
         base.require(handle.phase == "idle" and not (state.factors or state.seen), f"{title}: factors are left")
@@ -3129,13 +3051,13 @@ if HAS_TRITON:
         return (tl.randint(key[0], index) & 0xFFFF).to(tl.int32)
 
     @triton.jit
-    def _decay_in_gradient(p, g, m, v, scalars, EXACT: tl.constexpr):
-        return _right_tile(p, g + (1.0 - scalars[KEEP]) * p, m, v, scalars, EXACT)
+    def _without_decay(p, m, v, scalars, EXACT: tl.constexpr):
+        return _moved_tile(p / scalars[KEEP], m, v, scalars, EXACT)
 
-    _right_tile = adamw_tile
+    _moved_tile = moved_tile
     BREAKS |= {
         "tile-noise": (check_shards, "tile_bits", _bits_of_the_tile),
-        "coupled-decay": (check_exact, "adamw_tile", _decay_in_gradient),
+        "no-decay": (check_exact, "moved_tile", _without_decay),
     }
 
 
@@ -3300,30 +3222,45 @@ def measure_step(M, K, N, layout):
         handle.slab = states[0].handle.slab
     rows = plan_step(AdamW(), M, K, 0, layout).rows
     ways["slab"] = bench_graph([functools.partial(s.step_in_slabs, [Product(dY, X)], rows) for s in states])
-    if N <= 4096:
-        ways["fused"] = bench_graph([functools.partial(s.step_fused, dY, X) for s in states])
+    ways["fused"] = bench_graph([functools.partial(s.step_fused, dY, X) for s in states])
     return ways
 
 
 TABLE_SHAPES, TABLE_TOKENS = [(768, 3072), (4096, 4096), (4096, 14336)], [128, 512, 1024, 4096, 16384, 65536]
 
 
-def step_table(shapes, layouts):
+def step_table(ledger, layouts):
     """Where steps inside backward win, and where not: dW and step by shape, tokens and layout, in time and in bytes."""
-    print(f"\ndW and AdamW's step, microseconds (CUDA graphs; X, dY in bf16), and MiB of gradient\n{'M x K':>14} "
-          f"{'N':>6} {'layout':<7}{'torch':>10}{'v2 slab':>10}{'v3 fused':>10}   torch / auto   MiB torch | auto")
-    for (M, K), layout, N in itertools.product(shapes, layouts, TABLE_TOKENS):
-        got, plan = measure_step(M, K, N, layout), plan_step(AdamW(), M, K, N, layout)
-        cells = "".join(f"{got[way]:>10.1f}" if way in got else f"{'':>10}" for way in ("torch", "slab", "fused"))
-        ratio = f"{got['torch'] / got[plan.rung]:.2f} {plan.rung}" if "torch" in got else f"     {plan.rung}"
-        print(f"{M:>6} x {K:<6}{N:>6} {layout:<7}{cells}   {ratio:<13}{4 * M * K / MIB:>11.0f} | "
-              f"{plan.bytes / MIB:.0f}", flush=True)
+    print("\ndW and AdamW's step, microseconds by tokens (CUDA graphs; X, dY in bf16; *: what plan_step takes)\n"
+          f"{'M x K':>13}  layout  way   " + "".join(f"{N:>8} " for N in TABLE_TOKENS) + "  MiB of gradient")
+    slowest = 0.0
+    for (M, K), layout in itertools.product(TABLE_SHAPES, layouts):
+        found = [measure_step(M, K, N, layout) for N in TABLE_TOKENS]
+        plans = [plan_step(AdamW(), M, K, N, layout).rung for N in TABLE_TOKENS]
+        chosen = list(zip(found, plans, strict=True))
+        slowest = max(slowest, *(got[rung] / min(got["slab"], got["fused"]) for got, rung in chosen))
+        held = dict(torch=4 * M * K, slab=plan_step(AdamW(), M, K, 0, layout).bytes, fused=0)
+        for way in found[0]:
+            cells = "".join(f"{got[way]:>8.0f}{'*' if way == rung else ' '}" for got, rung in chosen)
+            print(f"{M:>5} x {K:<5}  {layout:<7} {way:<6}{cells}{held[way] / MIB:>8.0f}", flush=True)
+    ledger.row("plan_step's choice: time", "the faster of v2 and v3", 1.0, slowest, "x", band=(0, 1.1))
 
 
 def in_a_row(step, between, count=3):
     """Milliseconds of a step as in training: several in a row, each followed by what stands for the other layers. While
     the GPU works at those, the host launches the next step, most of whose kernels are too short to hide a launch."""
     return base.bench(lambda: [(step(), between()) for _ in range(count)], "cuda", runs=2).median / count
+
+
+def classifier_bytes(N, V, D, gradient="exact", candidates=0, workspace=None):
+    """Bytes that forge_classifier holds at its peak on a GPU with bf16 operands, dE (2 N D) and the slab included. For
+    the sparse gradient: of a mean number of candidates a row."""
+    dE, plan = 2 * N * D, plan_step(AdamW(), V, D, 0, "master")
+    if gradient == "sparse":
+        capacity = filtering.capacity_for(N, candidates)
+        return plan.bytes + dE + filtering.sparse_bytes(N, V, D, torch.bfloat16, capacity, sink=True)
+    block = cce.gradient_plan(N, V, D, "cuda", torch.bfloat16, workspace, orders=("vocabulary",)).block
+    return plan.bytes + 2 * dE + max(dE, 2 * N * whole_slabs(block, plan.rows))
 
 
 def measure_classifier(ledger, N, V, D):
@@ -3399,11 +3336,11 @@ def body(device, ledger, args):
         measure_gpt(ledger)
         measure_traffic(device, ledger)
         measure_classifier(ledger, *cce.gpu_shape())
-        step_table(TABLE_SHAPES if args.table else TABLE_SHAPES[:2], LAYOUTS if args.table else ["master"])
+        step_table(ledger, LAYOUTS if args.table else ["master"])
 
 
 def add_arguments(parser):
-    parser.add_argument("--table", action="store_true", help="time all shapes, token counts and layouts (GPU, minutes)")
+    parser.add_argument("--table", action="store_true", help="the last table in all layouts (GPU)")
 
 
 if __name__ == "__main__":

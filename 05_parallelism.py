@@ -769,7 +769,7 @@ def gather_factors(handle, group):
             whole = torch.zeros(state.weight.shape, device=state.weight.device)
             for factor in state.factors:
                 factor.write(state, whole, 0, add=True)
-            state.factors = [forging.Whole(all_reduce(whole, group))]
+            state.factors = [forging.Dense(all_reduce(whole, group))]
         state.seen = []
 
 

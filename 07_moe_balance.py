@@ -588,7 +588,7 @@ class ExpertFactor(NamedTuple):
     def of_expert(self, e):
         rows = slice(self.bounds[e], self.bounds[e + 1])
         mine = [part for part, of in zip(self.parts, self.part_of, strict=True) if of == e]
-        return [forging.Product(self.dY[rows], self.X[rows]), *map(forging.Whole, mine)]
+        return [forging.Product(self.dY[rows], self.X[rows]), *map(forging.Dense, mine)]
 
     def write(self, state, out, top, add):
         """out (R, K) = or += the gradient's rows from `top` on."""
