@@ -1681,10 +1681,10 @@ def _before_the_others(state, dY, X, work, parts, arriving, dtype, update=expert
 
 
 class _FirstExpert(ExpertFactor):
-    def write(self, state, out, top, left, add):
+    def write(self, state, out, top, add):
         """Of a slab with several experts only the first one's gradient is made."""
         M = self.dY.shape[1]
-        super().write(state, out.zero_()[: M - top % M], top, left, add)
+        super().write(state, out.zero_()[: M - top % M], top, add)
 
 
 def _in_order(counts, plan, table=table):
