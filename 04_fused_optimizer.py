@@ -1095,8 +1095,8 @@ class State:
         self.origin, self.ranks = origin, ranks
         self.number = zlib.crc32(names[0].encode()) >> 1  # other weights have other noise, whatever else there is
         (M, K), device, form = weight.shape, weight.device, LAYOUTS[handle.layout]
-        master = weight.detach().float().clone(memory_format=torch.contiguous_format)
-        self.tensors = {"master": master} if form.master else {}
+        by_rows = dict(memory_format=torch.contiguous_format)  # whatever the weight's strides are
+        self.tensors = {"master": weight.detach().float().clone(**by_rows)} if form.master else {}
         self.dtype = weight.dtype  # of what an embedding returns
         weight.data = weight.data.to(form.weight).contiguous()
         for moment, dtype in zip(rule.moments, form.moments, strict=False):
@@ -1370,6 +1370,7 @@ def reused(name):
 #     idle      .grad                    arm -> armed       stash -> stashing   step_gradients, disarm -> idle
 #     armed     nothing: it steps, once  arm -> armed       stash -> stashing   disarm -> idle
 #     stashing  factors, many times      norm -> stashing   release, disarm -> idle
+#     (load_state_dict: idle or armed. state_dict and gradient_norms: always.)
 #
 # Clipping, and steps that may have to be left out, are three lines of the caller's, who may want to sum norms over
 # ranks, or not to wait for the device:

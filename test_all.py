@@ -853,6 +853,21 @@ def test_noise_is_the_published_generator():
     assert all(abs(share - 0.5) < 5 * 0.5 / 512 for share in one_bit)
 
 
+def test_default_training_holds_one_matrix_of_gradients():
+    """What 04's first line says is what train.py does: after backward no matrix has a gradient, and the one buffer that
+    all of them passed through is as large as the largest of them, Muon's whole or a slab of the tables."""
+    args = train.parse("--layers 2 --dim 64 --heads 2 --seq 16 --vocab 512 --device cpu".split())
+    assert (args.rule, args.optimizer, args.clip) == ("muon", "forge-cce", 0)
+    model, optimizer = model_and_optimizer(args, torch.device("cpu"))
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.begin(1, 1.0)
+    x = torch.randint(512, (2, 16))
+    train.loss_sum(model, x, x, args, gfs.SparseStats()).backward()
+    for p, old in zip(model.parameters(), before, strict=True):
+        assert (p.grad is None) == (p.dim() == 2) and torch.equal(p, old) == (p.dim() < 2)
+    assert optimizer.forged.slab.nbytes == 4 * max(64 * 256, 64 * 512)
+
+
 def test_forged_models_leave_no_memory_behind():
     gone = []
     for _ in range(2):
@@ -1679,12 +1694,19 @@ def test_default_optimizer_is_what_the_other_flags_allow(tiny, capsys):
         assert train.waits(args) == (args.optimizer != "ordinary" and (args.clip > 0 or args.on_nan == "skip"))
 
 
-def test_checkpoint_of_another_optimizer_is_refused(tiny, capsys):
+def test_checkpoint_of_another_optimizer_is_refused(tiny, capsys, monkeypatch):
     tiny("--states", "master")
     assert tiny("--resume", "--states", "int8")[0] == 2 and "the checkpoint has master" in capsys.readouterr().err
     assert tiny("--resume", "--optimizer", "ordinary")[0] == 2 and "checkpoint has forge-cce" in capsys.readouterr().err
     assert tiny("--resume", "--rule", "adamw")[0] == 2 and "the checkpoint has muon" in capsys.readouterr().err
     assert tiny("--resume", "--loss", "reference")[0] == 2 and "forge-cce with --loss ref" in capsys.readouterr().err
+
+    def older(out, find=train.find_checkpoint):
+        record, path = find(out)
+        return record | dict(flags=record["flags"] | dict(states="bf16")), path
+
+    monkeypatch.setattr(train, "find_checkpoint", older)
+    assert tiny("--resume")[0] == 2 and "--states bf16, which is gone" in capsys.readouterr().err
 
 
 def test_checkpoint_of_another_version_is_refused(tiny, tmp_path, capsys):

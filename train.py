@@ -1878,6 +1878,9 @@ def parse(argv):
         parser.set_defaults(**record["flags"])
         args = parser.parse_args(argv)
         args.start, args.checkpoint, args.data_digest = record["step"], str(path), record["data"]
+        for name, known in (("states", forging.LAYOUTS), ("loss", LOSSES)):
+            base.refuse((record["flags"][name] not in known, f"the checkpoint in --out {args.out} has --{name} "
+                         f"{record['flags'][name]}, which is gone: start anew with another --out"))
         args.sync = asked.sync if record["flags"]["sync"] == "none" else args.sync
         alone = record["flags"]["sync"] in ("none", "ddp")
         for name in (*MODEL_FLAGS, *STATE_FLAGS):
