@@ -1454,9 +1454,9 @@ def lean(model, compiled=True, remake=True, kernel=None):
         if not remake:
             return linear(gelu(h))
         state = getattr(linear, "forged", None)
+        y = GeluLinear.apply(h, linear.weight, gelu, back, state)
         if state:
             state.on_forward(linear.weight)
-        y = GeluLinear.apply(h, linear.weight, gelu, back, state)
         return linear.leave(y) if hasattr(linear, "leave") else y
 
     def onward(x, branch):

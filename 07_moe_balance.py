@@ -774,10 +774,11 @@ def expert_mlp(rows, moe, work):
     weights, states = (moe.up.weight, moe.down.weight), (moe.up.forged, moe.down.forged)
     if torch.is_grad_enabled() and not rows.requires_grad:  # a rank without tokens still has to come to the exchanges
         rows.requires_grad_()
+    out = _ExpertMLP.apply(rows, *weights, work, states)
     for state, weight in zip(states, weights, strict=True):
         if state:
             state.on_forward(weight)
-    return _ExpertMLP.apply(rows, *weights, work, states)
+    return out
 
 
 class Block(base.Block):
@@ -1561,7 +1562,7 @@ def check_forged_experts():
     for rung, backend in forging.rungs(here()):
         found = train_forged("ep", "fp32", rung=rung, backend=backend)
         parallel.as_good(f"forged experts, {rung}, {backend}", torch.float32, found, peer, exact)
-    wide = dict(D=128, hidden=320)  # larger than the smallest slab; one of twice its rows ends within an expert
+    wide = dict(D=128, hidden=320)  # larger than a slab; one of twice its rows ends within an expert
     exact, peer = train_forged(None, dtype=torch.float64, **wide), train_forged("ep", "fp32", **wide)
     for rows in (128, 256):
         found = train_forged("ep", "fp32", rung="slab", slab=4 * rows * 256, **wide)

@@ -610,7 +610,7 @@ class Optimizer:
                 self.forged["embedding.weight"].dtype = torch.float32
         elif others:
             experts = {name: model.get_submodule(name.rpartition(".")[0]) for name in others}
-            experts = {name: getattr(module, "experts", 1) for name, module in experts.items()}
+            experts = {name: module.experts for name, module in experts.items() if hasattr(module, "experts")}
             self.forged = forging.Forge(others, ADAMW, data_parallel=1, matrices=experts, **options)
         stepped = self.forged.states if self.forged else {}
         rest = {name: p for name, p in model.named_parameters() if name not in stepped}
@@ -1879,8 +1879,8 @@ def parse(argv):
         args = parser.parse_args(argv)
         args.start, args.checkpoint, args.data_digest = record["step"], str(path), record["data"]
         for name, known in (("states", forging.LAYOUTS), ("loss", LOSSES)):
-            base.refuse((record["flags"][name] not in known, f"the checkpoint in --out {args.out} has --{name} "
-                         f"{record['flags'][name]}, which is gone: start anew with another --out"))
+            base.refuse((getattr(args, name) not in known, f"the checkpoint in --out {args.out} has --{name} "
+                         f"{getattr(args, name)}, which is gone: start anew with another --out"))
         args.sync = asked.sync if record["flags"]["sync"] == "none" else args.sync
         alone = record["flags"]["sync"] in ("none", "ddp")
         for name in (*MODEL_FLAGS, *STATE_FLAGS):
