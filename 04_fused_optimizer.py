@@ -367,9 +367,16 @@ def traffic_bytes(rule, layout, gradient):
     return form.weight.itemsize * (1 if form.master else 2) + 2 * state_bytes(rule, layout) + 2 * gradient
 
 
-# Which rung? v3 saves the gradient's way to memory and back, 8 of 32 bytes a parameter in fp32, but its matrix product
-# is slower than the library's: a gain while there are few tokens, a loss that grows with them. A matrix that is one
-# slab stays in the L2 cache, where the way costs nothing.
+# Which rung? v3 saves the gradient's way to memory and back, 8 bytes a parameter, but its matrix product is slower than
+# the library's. An H200 moves 4.2 TB/s, on it the library multiplies at 700 TFLOP/s, v3 at 460. So for 4096 x 4096 with
+# master copies it should take, in microseconds (and did take):
+#
+#                               N = 512                   N = 16,384
+#     v2   34 B an element      136 + 25 = 161 (164)      136 +   785 =   921   (908)
+#     v3   26 B                 104 + 37 = 141 (164)      104 + 1,195 = 1,299 (1,292)
+#
+# They meet where 8 / 4.2e12 = 2 N (1 / 460e12 - 1 / 700e12), at 1,280 tokens whatever the matrix; in fact earlier. And
+# a matrix that is one slab stays in the L2 cache, where the gradient's way costs nothing: v2 is the faster at once.
 
 # Tokens up to which v3 was faster, for matrices of more than 1 and up to 16 slabs, and of more (H200; --table).
 FUSED_UP_TO = {"fp32": (1024, 1024), "master": (512, 1024), "int8": (0, 0)}
@@ -458,6 +465,10 @@ def round_to_bf16(x, noise):
 #
 #     m    y = 2 x / (1 + |x|), x = m / top     twice the resolution at 0        code = 127 y
 #     v    y = sqrt(v / top)                    evenly in what AdamW divides by  code = 255 y, at least 1 if v > 0
+#
+#     m / top           1.000    .500    .100    .010    .001
+#     code                127      85      23       3       0
+#     back              1.000    .503    .0996   .0120      0        evenly spaced codes: 1.000, .504, .102, .008, 0
 #
 # A code of 0 for a v > 0 would divide m by almost nothing, hence the floor. Codes are rounded to nearest: rounded
 # stochastically they were further from AdamW in each step (README, "What did not work").
@@ -845,7 +856,9 @@ def momentum_kernel(G, norms, U, f, matrix, row, row_stop, BLOCK_M: tl.constexpr
 #       +------+  +--+--+--+
 #
 # A program sums over ALL tokens: the update is not linear in dW, so that tokens cannot be split among programs and
-# added up later, as libraries do when a matrix is small.
+# added up later, as libraries do when a matrix is small. And it keeps its sums until the end: a tile of 64 x 128 in
+# fp32 is 64 registers of each of 128 threads, of the 255 that a thread may have. p, m and v of the tile at once would
+# be 192 more, so that the step goes over it in four parts.
 
 
 @triton.jit
@@ -913,11 +926,17 @@ def listed_kernel(
 # to wait is not dW but what it is a product of, X and dY, of which X is there anyway. Later, the same fused step runs
 # over the factors of all micro-batches: "stash factors, not gradients".
 #
-#     4096 x 4096, bf16 factors      N = 512: 2 N (M + K) = 8 MiB          dW in fp32: 64 MiB
-#                                    N = 4096: 64 MiB, as much             beyond: keep dW, it no longer grows
+# The norm of the sum does not need dW either. With x_n, y_n the rows of X and dY,
 #
-# The norm of the sum does not need dW either. Squared it is sum (X X^T) * (dY dY^T), N^2 (M + K) multiply-adds (a
-# "ghost norm"), or the product itself, slab by slab and not kept: N M K. The first wins up to N = M K / (M + K).
+#     |dW|^2 = sum_ij (sum_n y_ni x_nj)^2 = sum_nl (y_n . y_l) (x_n . x_l)
+#
+# is made of inner products of tokens, N^2 (M + K) multiply-adds (a "ghost norm"); or of the product itself, slab by
+# slab and not kept, N M K. The first wins up to N = M K / (M + K), 2,048 tokens of 4096 x 4096. What such a layer keeps
+# of micro-batches of 512 tokens: at the ninth, factors would be more than dW, and keep() makes that, and adds to it.
+#
+#     after backward number       1      2      3     ...     8      9     10
+#     factors in bf16, MiB        8     16     24            64      -      -
+#     dW in fp32, MiB             -      -      -             -     64     64
 #
 # Of a classifier the factors are E and what makes G again, of an embedding the tokens and dX. All are tuples of tensors
 # with write(state, out, top, add): out (R, K) = or += the gradient's rows from `top` on.
@@ -1289,7 +1308,15 @@ class State:
         layer = not self.table and not self.experts
         return self.handle.rung == "hook" and layer and self.rule.needs != "matrix"
 
-    # What could go wrong, each with a line that says what to do.
+    # What could go wrong, each with a line that says what to do. Whoever can notice it first does:
+    #
+    #     a .grad, or a hook that waits for one                    check(), as arm() and stash() begin
+    #     W moved, cast, or loaded without its master copy         check_weight(), as they do, and before steps
+    #     another Parameter in its place; a second use             on_forward()
+    #     W changed between forward and backward                   on_backward(), by its version
+    #     inputs, targets or W changed before release()            check_factors(), by theirs
+    #     a second use in a graph from before arm()                on_backward(), after the first one's step
+    #     a use outside the layer: a penalty on W                  step_in_hook(), after the layer's step
 
     def check(self, stashing):
         """ValueError if the next backward pass would go wrong."""
