@@ -647,8 +647,8 @@ class Optimizer:
             if self.forged and not self.inside:
                 self.forged.step_gradients(*self.at)
             self.ordinary.step()
-        elif self.waits:
-            self.forged.disarm()
+        if self.inside:
+            self.forged.disarm()  # the step is over: between steps, states may be loaded
         for p in self.parameters:
             p.grad = None
         return reading
