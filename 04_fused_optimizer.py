@@ -372,8 +372,8 @@ def traffic_bytes(rule, layout, gradient):
 # master copies it should take, in microseconds (and did take):
 #
 #                               N = 512                   N = 16,384
-#     v2   34 B an element      136 + 25 = 161 (164)      136 +   785 =   921   (908)
-#     v3   26 B                 104 + 37 = 141 (164)      104 + 1,195 = 1,299 (1,292)
+#     v2   34 B an element      136 + 25 = 161 (164)      136 +   785 =   921   (907)
+#     v3   26 B                 104 + 37 = 141 (162)      104 + 1,195 = 1,299 (1,300)
 #
 # They meet where 8 / 4.2e12 = 2 N (1 / 460e12 - 1 / 700e12), at 1,280 tokens whatever the matrix; in fact earlier. And
 # a matrix that is one slab stays in the L2 cache, where the gradient's way costs nothing: v2 is the faster at once.
@@ -2074,7 +2074,7 @@ def check_exact(device="cpu", M=150, K=300, N=300, seed=0):
             for t, (X, dY) in enumerate(data, 1):
                 take_step(weight, handle, X.to(weight.dtype), dY.to(weight.dtype), 1e-3 * t, t)
                 told = handle.gradient_norms().item() / (dY.T @ X).double().norm().item()
-                limit = 3e-5 if backend == "torch" else 1e-6  # its norm of a piece is summed in fp32
+                limit = 6e-6 if backend == "torch" else 3e-7  # its norm of a piece is summed in fp32
                 base.require(abs(told - 1) < limit, f"{title}: {told} times the gradient's norm")
             want = dict(m=m, v=v, master=p, weight=p.bfloat16() if layout == "master" else p)
             require_equal(title, everything(weight, handle), want)
@@ -2123,7 +2123,7 @@ def check_orthogonal(device="cpu"):
         off = ((orthogonal(U.clone()) - want).abs().max() / want.abs().max()).item()
         base.require(off < 1e-12, f"{shape}: off by {off:.1e} from the SVD's")
         small = cce.error(orthogonal(1e-15 * U.float()), want)
-        base.require(small < 1e-4, f"{shape}: a short one in fp32 is off by {small:.1e}")
+        base.require(small < 3e-6, f"{shape}: a short one in fp32 is off by {small:.1e}")
         base.require(not orthogonal(0 * U.float()).any(), f"{shape}: of 0 it made something")
         U.view(-1)[0] = math.nan
         base.require(orthogonal(U)[..., -1].isnan().any(), f"{shape}: a NaN is lost")
@@ -2177,10 +2177,10 @@ def check_wide(device="cpu", E=2, M=250, K=136, N=300, seed=0):
             found = read(state.fields.m, state.fields.m_scale, decode_m).view(E, M, K)
             errors = dict(m=(cce.error(found, m), 2e-2 if codes else 6e-6))
             if not muon:
-                errors["v"] = cce.error(got["row_v"].view(E, M), v), 1e-6
+                errors["v"] = cce.error(got["row_v"].view(E, M), v), 2e-7
             if not codes:  # there W is rounded by chance
                 moved = (got.get("master", weight.detach()) - W).view(E, M, K)
-                errors["W"] = cce.error(moved, exact - start), 0.04 if muon and W.is_cuda else 2e-5
+                errors["W"] = cce.error(moved, exact - start), 0.025 if muon and W.is_cuda else 7e-6
             for what, (off, limit) in errors.items():
                 base.require(off < limit, f"{title}: {what} is off by {off:.1e}")
 
@@ -2343,7 +2343,7 @@ def check_codes(device="cpu"):
             handle.arm(1.0, t)
             handle["weight"].step((torch.randn(32, 256, generator=generator) * tail).to(device))
             largest = max(largest, (weight.detach().float() - before).abs().max().item())
-        base.require(largest < 20, f"{backend}: an element moved by {largest:.0f} rates in one step")
+        base.require(largest < 6, f"{backend}: an element moved by {largest:.0f} rates in one step")
         base.require(handle["weight"].tensors["v"].min() > 0, f"{backend}: a v > 0 is stored as 0")
 
 
@@ -2386,7 +2386,7 @@ def check_linear(device="cpu"):
         layer(layer(X)).backward(dY)
     library.step()
     off = cce.error(*[layer.weight.detach() for layer in twice])
-    base.require(off < 1e-6, f"a layer that is used twice, in a hook: off by {off:.1e}")
+    base.require(off < 3e-7, f"a layer that is used twice, in a hook: off by {off:.1e}")
 
 
 def check_listed(device="cpu", V=40, N=90):
@@ -2428,10 +2428,10 @@ def check_listed(device="cpu", V=40, N=90):
             require_equal(title, everything(weight, handle), everything(twin, other))
             for told in (handle.gradient_norms(), other.gradient_norms()):
                 off = abs(told.item() / dense.double().norm().item() - 1)
-                base.require(off < (3e-5 if backend == "torch" else 1e-6), f"{title}: the norm is off by {off:.1e}")
+                base.require(off < (6e-6 if backend == "torch" else 3e-7), f"{title}: the norm is off by {off:.1e}")
         if layout == "fp32" and not isinstance(rule, AdamMini):
             off = cce.error(weight.detach() - W, theirs.detach() - W)
-            base.require(off < 1e-5, f"{title}: torch's AdamW moves other than this by {off:.1e}")
+            base.require(off < 3e-7, f"{title}: torch's AdamW moves other than this by {off:.1e}")
         handle.disarm()
         model(classes).backward(E)
         base.require(torch.equal(weight.grad.float(), dense), f"{title}: unarmed gradient")
@@ -2889,7 +2889,7 @@ def check_classifier(device="cpu", N=40, V=300, D=40, cases=CLASSIFIERS):
                         norms[t] = found[0].gradient.double().norm()
                     elif kind == "waits":
                         check_kept(title, found, Listed if gradient == "sparse" else Classes, 4 * C.numel())
-                    off, limit = abs(norm / norms[t] - 1).item(), 3e-5 if backend == "torch" else 1e-6
+                    off, limit = abs(norm / norms[t] - 1).item(), 6e-6 if backend == "torch" else 3e-7
                     base.require(off < limit, f"{title}: the norm is off by {off:.1e}")
                     if t == 1:
                         base.require(torch.equal(loss, want) and torch.equal(de, dE), f"{title}: loss or dE")
@@ -2957,7 +2957,7 @@ def check_classifier_use(device="cpu", N=24, V=300, D=128):
     total = loss(e.bfloat16())
     total.backward(retain_graph=True)
     must_raise("already had its step", total.backward)
-    base.require(cce.error(weight.detach() - C, -0.1 * dC) < 0.02, "twice backward: not one step")
+    base.require(cce.error(weight.detach() - C, -0.1 * dC) < 0.012, "twice backward: not one step")
 
 
 def check_classifier_waits(device="cpu", N=24, V=300, D=128):
@@ -2982,11 +2982,11 @@ def check_classifier_waits(device="cpu", N=24, V=300, D=128):
             handle, kinds, weight = made("sparse", later=later)
         base.require(kinds == [[Classes] * later], f"refused: {kinds} are kept")
         handle.release(1.0, 1) if later else None
-        base.require(cce.error(weight.detach() - C, -dC) < 1e-5, "refused: not the exact step")
+        base.require(cce.error(weight.detach() - C, -dC) < 8e-7, "refused: not the exact step")
     handle, kinds, weight = made(passes=5)
     base.require(kinds == [[Classes] * n for n in (1, 2, 3)] + [[Dense]] * 2, f"micro-batches: {kinds} are kept")
     handle.release(1.0, 1)
-    base.require(cce.error(weight.detach() - C, -5 * dC) < 1e-5, "micro-batches: another sum")
+    base.require(cce.error(weight.detach() - C, -5 * dC) < 8e-7, "micro-batches: another sum")
     handle, _, weight = made()
     with torch.no_grad():
         weight.mul_(1)
@@ -3101,13 +3101,13 @@ def check_factors(device="cpu", M=160, K=600):
             (scale * weight * more).sum().backward()
         dW += 5 * more.double()
         off = abs(handle.norm().item() / dW.norm().item() - 1)
-        base.require(off < 2e-6, f"{title}: the norm of several kinds is off by {off:.1e}")
+        base.require(off < 7e-7, f"{title}: the norm of several kinds is off by {off:.1e}")
         handle.release(1.0, 1)
-        base.require(cce.error(weight.detach(), -dW) < 1e-6, f"{title}: another update")
+        base.require(cce.error(weight.detach(), -dW) < 5e-7, f"{title}: another update")
         base.require(handle.phase == "idle" and not (state.factors or state.seen), f"{title}: factors are left")
     a, b = draw(1500, 3), draw(1500, 5)
     off = cce.error(ghost_square(a, b), (a.double().T @ b.double()).square().sum())
-    base.require(off < 1e-6, f"a ghost norm in pieces is off by {off:.1e}")
+    base.require(off < 3e-7, f"a ghost norm in pieces is off by {off:.1e}")
 
 
 def check_graph(device="cuda"):
