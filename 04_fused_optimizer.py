@@ -37,7 +37,7 @@ The ladder
     plan_step() chooses by shape, tokens and layout, from a table of what was measured.
 
 How to launch
-    python 04_fused_optimizer.py                         checks, bytes, times; a minute on a CPU, three on a GPU
+    python 04_fused_optimizer.py                         checks, bytes, times; half a minute on a CPU, three on a GPU
     python 04_fused_optimizer.py --break update-first    plant a famous bug and watch its check fail (exit status 1)
     python 04_fused_optimizer.py --table                 the table of times in all layouts (GPU, minutes)
 
