@@ -130,31 +130,32 @@ def root(x):
     return x.double().sqrt().to(x.dtype)
 
 
-def check_hyperparameters(rule, *decays, eps=1.0):
-    """ValueError unless decay rates of moments, eps and weight decay lie in their ranges."""
-    good = all(isinstance(beta, numbers.Real) and 0 <= beta < 1 for beta in decays)
-    if not (good and rule.weight_decay >= 0 and eps > 0):
-        raise base.BadInput(f"{rule}: betas (a pair) and momentum lie in 0 ... 1 (not 1), weight_decay is not negative,"
-                            " eps is positive")
+@dataclass(frozen=True)
+class Rule:
+    """A rule has scalars(lr, step) and update(p, g, m, v, s) -> new p, m, v: tensors of one shape in fp32 (or fp64), s
+    their Scalars; v is None for rules with one moment. needs: how much of dW it has to see to step one element."""
 
+    moments = ("m",)
+    needs = "element"
 
-# A rule has scalars(lr, step) and update(p, g, m, v, s) -> new p, m, v: tensors of one shape in fp32 (or fp64), s their
-# Scalars; v is None for rules with one moment. needs: how much of dW it has to see to step one element.
+    def __post_init__(self):
+        """ValueError unless decay rates of moments, eps and weight decay lie in their ranges."""
+        decays = self.betas if isinstance(self, AdamW) else (self.momentum,) * 2
+        pair = isinstance(decays, tuple) and len(decays) == 2
+        good = pair and all(isinstance(decay, numbers.Real) and 0 <= decay < 1 for decay in decays)
+        if not (good and self.weight_decay >= 0 and getattr(self, "eps", 1.0) > 0):
+            raise base.BadInput(f"{self}: betas (a pair) and momentum lie in 0 ... 1 (not 1), weight_decay is not "
+                                "negative, eps is positive")
 
 
 @dataclass(frozen=True)
-class AdamW:
+class AdamW(Rule):
     """Decoupled weight decay, arXiv 1711.05101: bit for bit torch.optim.AdamW(foreach=False) on a GPU, in fp32."""
 
     betas: tuple = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.01
     moments = ("m", "v")
-    needs = "element"
-
-    def __post_init__(self):
-        pair = isinstance(self.betas, tuple) and len(self.betas) == 2
-        check_hyperparameters(self, *(self.betas if pair else [None]), eps=self.eps)
 
     def scalars(self, lr, step):
         b1, b2 = self.betas
@@ -199,16 +200,11 @@ class AdamMini(AdamW):
 
 
 @dataclass(frozen=True)
-class SGD:
+class SGD(Rule):
     """Heavy-ball momentum, weight decay added to the gradient: torch.optim.SGD(foreach=False)."""
 
     momentum: float = 0.9
     weight_decay: float = 0.0
-    moments = ("m",)
-    needs = "element"
-
-    def __post_init__(self):
-        check_hyperparameters(self, self.momentum)
 
     def scalars(self, lr, step):
         return Scalars(decay=self.weight_decay, rate=-lr, b1=self.momentum)
@@ -220,17 +216,13 @@ class SGD:
 
 
 @dataclass(frozen=True)
-class Muon:
+class Muon(Rule):
     """Momentum, made orthogonal (section 2), decoupled decay: K. Jordan 2024, arXiv 2502.16982. One moment; for
     matrices of layers. Its update() is the second half of a step: g is what move_momentum() and orthogonal() made."""
 
     momentum: float = 0.95
     weight_decay: float = 0.0
-    moments = ("m",)
     needs = "matrix"
-
-    def __post_init__(self):
-        check_hyperparameters(self, self.momentum)
 
     def scalars(self, lr, step):
         return Scalars(keep=1 - lr * self.weight_decay, rate=-lr, b1=self.momentum, fresh_m=1 - self.momentum)
@@ -238,9 +230,6 @@ class Muon:
     @staticmethod
     def update(p, g, m, v, s):
         return fma(g, s.rate, p * s.keep), None, None
-
-
-RULES = (AdamW, AdamMini, SGD, Muon)
 
 
 # ==== 2. Muon: a rule that wants a whole matrix, and what it gives for that ===========================================
@@ -264,8 +253,6 @@ RULES = (AdamW, AdamMini, SGD, Muon)
 #     before      .001   .002   .005   .01    .02    .05    .1     .2     .5     1
 #     1 step      .003   .007   .017   .034   .069   .172   .340   .651  1.189   .701
 #     5 steps     .471   .860  1.154   .699   .682   .758   .712   .747   .765   .696
-#
-# (A run of this file plots a whole matrix's, before and after.)
 #
 # It costs, in a matrix with m <= n of rows and columns, 5 (4 m^2 n + 2 m^3) FLOP however many tokens there are. For
 # GPT-2 small that is 3 % of a step of 65,536 tokens; for a model of 7 billion parameters and 16,384 tokens as much as
@@ -568,7 +555,7 @@ def torch_step(state, f, gradient, row):
         p = (f.W if f.master is None else f.master)[rows].float()
         if f.m is not None:  # else g is an update that is ready
             m = read(f.m, f.m_scale, decode_m, rows)
-            f.squares[0] += torch.linalg.vector_norm(g).double() ** 2
+            f.squares[0] += g.square().sum()
             g = g * s.scale
         if f.row_v is not None:
             v = f.row_v[rows].unsqueeze(1)  # (r, 1)
@@ -605,7 +592,7 @@ def move_momentum(state, gradient, norms, U, row):
     s, norms = Scalars(*f.scalars.unbind()), norms.where(norms != 0, 1).repeat_interleave(state.matrix_rows)  # (R,)
     for start, stop in cce.pieces(R, max(1, PIECE // K)):
         rows, raw = slice(row + start, row + stop), gradient[start:stop]  # (r, K)
-        f.squares[0] += torch.linalg.vector_norm(raw).double() ** 2
+        f.squares[0] += raw.square().sum()
         g, m = raw / norms[start:stop].unsqueeze(1), read(f.m, f.m_scale, decode_m, rows)
         m = fma(g - m, s.fresh_m, m)
         write(f.m, f.m_scale, encode_m, rows, m)
@@ -1619,7 +1606,7 @@ class Forge:
 
     def gradient_norms(self):
         """(weights,) fp64, on the device: norm of each weight's gradient in the last step, unscaled, in the order of
-        `states`, a by-product of it; 0 if it had none. (The squares of a tile are summed in fp32.)"""
+        `states`, a by-product of it; 0 if it had none. (A kernel sums the squares of a tile in fp32.)"""
         return self.squares.sum(1).sqrt()
 
     def state_dict(self):
@@ -1670,7 +1657,7 @@ def check_forge(weights, rules, layout, rung, seed, origins, tables, matrices, r
         rule, count, (row, col) = rules[name], matrices.get(name, 1), origins.get(name, (0, 0))
         parameter, border = isinstance(weight, nn.Parameter), BORDERS[layout]
         base.refuse(
-            (not isinstance(rule, RULES), f"rule is {rule!r}: pass AdamW(...), AdamMini(...), SGD(...) or Muon(...) of "
+            (not isinstance(rule, Rule), f"rule is {rule!r}: pass AdamW(...), AdamMini(...), SGD(...) or Muon(...) of "
              "this file; for others, which need more of dW than these, skip=... the weights"),
             (isinstance(rule, Muon) and name in tables, f"{name}: Muon wants its gradient whole, that of an embedding "
              "or a classifier comes in rows: give it AdamW, by rules={...}"),
@@ -2074,8 +2061,7 @@ def check_exact(device="cpu", M=150, K=300, N=300, seed=0):
             for t, (X, dY) in enumerate(data, 1):
                 take_step(weight, handle, X.to(weight.dtype), dY.to(weight.dtype), 1e-3 * t, t)
                 told = handle.gradient_norms().item() / (dY.T @ X).double().norm().item()
-                limit = 6e-6 if backend == "torch" else 3e-7  # its norm of a piece is summed in fp32
-                base.require(abs(told - 1) < limit, f"{title}: {told} times the gradient's norm")
+                base.require(abs(told - 1) < 3e-7, f"{title}: {told} times the gradient's norm")
             want = dict(m=m, v=v, master=p, weight=p.bfloat16() if layout == "master" else p)
             require_equal(title, everything(weight, handle), want)
 
@@ -2169,7 +2155,7 @@ def check_wide(device="cpu", E=2, M=250, K=136, N=300, seed=0):
             for t, (X, dY) in enumerate(data, 1):
                 WAYS[way](weight, handle, X, dY, rate * t, t)
             told = handle.gradient_norms().item() / gradients[-1].double().norm().item()
-            base.require(abs(told - 1) < 1e-5, f"{title}: {told} times the gradient's norm")
+            base.require(abs(told - 1) < 3e-7, f"{title}: {told} times the gradient's norm")
             got, state = everything(weight, handle), handle["weight"]
             if way != "clip":
                 require_equal(title, got, first.setdefault(backend if W.is_cuda else "all", got))
@@ -2428,7 +2414,7 @@ def check_listed(device="cpu", V=40, N=90):
             require_equal(title, everything(weight, handle), everything(twin, other))
             for told in (handle.gradient_norms(), other.gradient_norms()):
                 off = abs(told.item() / dense.double().norm().item() - 1)
-                base.require(off < (6e-6 if backend == "torch" else 3e-7), f"{title}: the norm is off by {off:.1e}")
+                base.require(off < 3e-7, f"{title}: the norm is off by {off:.1e}")
         if layout == "fp32" and not isinstance(rule, AdamMini):
             off = cce.error(weight.detach() - W, theirs.detach() - W)
             base.require(off < 3e-7, f"{title}: torch's AdamW moves other than this by {off:.1e}")
@@ -2859,7 +2845,7 @@ def decoded(state):
     return found if f.m_scale is not None else found | dict(W=f.W if f.master is None else f.master)
 
 
-def check_classifier(device="cpu", N=40, V=300, D=40, cases=CLASSIFIERS):
+def check_classifier(device="cpu", N=24, V=300, D=40, cases=CLASSIFIERS):
     """forge_classifier makes 03's loss and dE and, from 03's dC, the bits of State.step, in several slices of the
     vocabulary, with ignored tokens. In fp32 that dC is 03's own; in bf16 03 would round it, so there it is the same sum
     in fp32 (v3's in registers is another, to the last places). What waits, as factors or as dC, is the same step."""
@@ -2889,8 +2875,8 @@ def check_classifier(device="cpu", N=40, V=300, D=40, cases=CLASSIFIERS):
                         norms[t] = found[0].gradient.double().norm()
                     elif kind == "waits":
                         check_kept(title, found, Listed if gradient == "sparse" else Classes, 4 * C.numel())
-                    off, limit = abs(norm / norms[t] - 1).item(), 6e-6 if backend == "torch" else 3e-7
-                    base.require(off < limit, f"{title}: the norm is off by {off:.1e}")
+                    off = abs(norm / norms[t] - 1).item()
+                    base.require(off < 3e-7, f"{title}: the norm is off by {off:.1e}")
                     if t == 1:
                         base.require(torch.equal(loss, want) and torch.equal(de, dE), f"{title}: loss or dE")
                         same = kind != "written down" or dtype != torch.float32 or torch.equal(found[0].gradient, dC)
@@ -3146,10 +3132,10 @@ CHECKS += [check_graph] * (base.HAS_CUDA and HAS_TRITON)
 #
 # Each of these is easily made. update-first: dX from the new weights, the classic of steps inside backward.
 # fp32-scalars: bias corrections on the device. truncate: a cast that rounds towards 0, so that weights shrink.
-# noisy-nan: noise added to the bits of a NaN makes it -0. tile-noise, shard-noise: random numbers that belong to a
-# program or a rank. no-floor: a v > 0 stored as 0. old-slab: a buffer that still holds the slab before.
-# listed-rows-only: "lazy" Adam, which forgets the decay and momentum of rows that were not met. last-micro-batch,
-# norm-of-the-forged, ghost-of-each-token: what clipping and accumulation get wrong. deaf: a tied weight stepped twice.
+# shard-noise: random numbers that belong to a rank. no-floor: a v > 0 stored as 0. old-slab: a buffer that still holds
+# the slab before. listed-rows-only: "lazy" Adam, which forgets the decay and momentum of rows that were not met.
+# last-micro-batch, ghost-of-each-token: what accumulation and clipping get wrong. deaf: a tied weight stepped twice.
+# down-the-columns, one-stack, no-nesterov, wrong-side: a rule that sees rows or matrices is given others.
 
 
 class _Fp32Scalars(AdamW):
@@ -3168,11 +3154,6 @@ class _LastMicroBatch(State):
     def keep(self, factor, *price):
         self.factors = []
         super().keep(factor, *price)
-
-
-class _NormOfTheForged(Forge):
-    def norm(self, others=()):
-        return super().norm()
 
 
 class _LocalRows(Sink):
@@ -3201,26 +3182,16 @@ def _listed_rows_only(state, f, gradient, row, step=torch_step):
         tensor.copy_(kept)
 
 
-def _never_turned_back(U, make=orthogonal):
-    """Of a tall matrix the transpose is orthogonalised, and taken for the matrix."""
-    return make(U.mT.contiguous()).reshape(U.shape) if U.shape[-2] > U.shape[-1] else make(U)
-
-
 # name: (the check that must catch it, what is replaced, the bug)
 BREAKS = {
     "fp32-scalars": (check_exact, "AdamW", _Fp32Scalars),
     "old-slab": (check_exact, "weight_gradient", lambda dY, X, out, add=False: out.add_(dY.float().T @ X.float())),
-    "rounded-gradient": (check_exact, "weight_gradient", lambda dY, X, out, add=False: (
-        out.copy_((dY.T @ X).bfloat16()))),
     "down-the-columns": (check_wide, "row_norms", lambda G: torch.linalg.vector_norm(G, dim=0).repeat(4)[: len(G)]),
     "one-stack": (check_wide, "matrices_of", lambda U, rows: U),
     "no-nesterov": (check_wide, "look_ahead_torch", lambda g, m, b1: m),
-    "never-turned-back": (check_orthogonal, "orthogonal", _never_turned_back),
     "wrong-side": (check_orthogonal, "rate_of_shape", lambda M, K: math.sqrt(max(1, K / M))),
     "update-first": (check_input_gradient, "dx_then_update", lambda dx, update: (update(), dx())[::-1]),
     "truncate": (check_rounding, "round_to_bf16", lambda x, noise: (x.view(torch.int32) & -65536).view(torch.float32)),
-    "noisy-nan": (check_rounding, "round_to_bf16", lambda x, noise: (
-        (x.contiguous().view(torch.int32) + noise) >> 16).to(torch.int16).view(torch.bfloat16)),
     "shard-noise": (check_shards, "random_bits", lambda seed, step, number, row, col, *size, bits=random_bits: (
         bits(seed, step, number, 0, 0, *size))),
     "no-floor": (check_codes, "V_FLOOR", tl.constexpr(0)),
@@ -3229,26 +3200,9 @@ BREAKS = {
     "all-gradients": (check_memory, "step_in_hook", _keep_gradients),
     "local-rows": (check_classifier, "Sink", _LocalRows),
     "last-micro-batch": (check_stash, "State", _LastMicroBatch),
-    "norm-of-the-forged": (check_stash, "Forge", _NormOfTheForged),
     "ghost-of-each-token": (check_factors, "ghost_square", lambda dY, X: (
         dY.double().square().sum(1) @ X.double().square().sum(1))),
 }
-if HAS_TRITON:
-
-    @triton.jit
-    def _bits_of_the_tile(key, row, col, ROWS: tl.constexpr, COLS: tl.constexpr):
-        index = tl.arange(0, ROWS)[:, None] * COLS + tl.arange(0, COLS)[None, :]
-        return (tl.randint(key[0], index) & 0xFFFF).to(tl.int32)
-
-    @triton.jit
-    def _without_decay(p, m, v, scalars, EXACT: tl.constexpr):
-        return _moved_tile(p / scalars[KEEP], m, v, scalars, EXACT)
-
-    _moved_tile = moved_tile
-    BREAKS |= {
-        "tile-noise": (check_shards, "tile_bits", _bits_of_the_tile),
-        "no-decay": (check_exact, "moved_tile", _without_decay),
-    }
 
 
 # ==== 13. Measurements ================================================================================================
@@ -3257,19 +3211,6 @@ if HAS_TRITON:
 # again, read off the time of a step at the rate at which the same GPU copies); and when is it worth it: dW and step
 # beside torch's fused optimizer by shape and tokens, in one table, and a classifier's whole step beside the same in two
 # parts.
-
-
-def plot_spectrum(M=192, K=128, shown=(1, 2, 4, 8, 16, 32, 64, 128)):
-    """The singular values of a matrix like a gradient, few of them large, before orthogonal() and after."""
-    generator = torch.Generator().manual_seed(0)
-    left, right = (torch.linalg.qr(torch.randn(n, K, generator=generator, dtype=torch.float64))[0] for n in (M, K))
-    U, _, V = torch.linalg.svd(G := (left / torch.arange(1, K + 1)) @ right.T, full_matrices=False)  # the i-th is 1 / i
-    before = (1 / torch.arange(1, K + 1) / torch.linalg.vector_norm(G)).tolist()
-    after = ((U.T @ orthogonal(G.clone()) @ V.T).diagonal() / rate_of_shape(M, K)).tolist()
-    print(f"singular values of a matrix over its norm, and of Muon's update ({min(after):.2f} to {max(after):.2f})")
-    for i in shown:
-        print(f"  {i:>4}. {before[i - 1]:.4f} {'#' * round(30 * before[i - 1]):<22}-> {after[i - 1]:.2f} "
-              f"{'#' * round(30 * after[i - 1])}")
 
 
 def measure_bytes(device, ledger):
@@ -3525,8 +3466,6 @@ def body(device, ledger, args):
     inputs = [4096, 4096, 4096, 14336]  # of q, k and v; of the output; of gate and up; of down
     print(f"factors instead, of its 32 layers: {32 * stash_bytes(shapes, 1, 2, inputs) / 1e6:.2f} MB a token, less than"
           f" those gradients up to {crossover(shapes, 2, 2, inputs):,.0f} tokens\n")
-    plot_spectrum()
-    print()
     measure_bytes(device, ledger)
     if device.type == "cuda" and HAS_TRITON:
         measure_gpt(ledger)
