@@ -828,7 +828,7 @@ def test_stash_of_more_shapes():
 
 @pytest.mark.parametrize("M, K, N", [(128, 256, 64), (1, 8, 1), (65, 392, 33), (40, 129, 7)])
 def test_forged_steps_are_the_written_out_ones(M, K, N):
-    forging.check_exact(DEVICE, M, K, N, seed=M)
+    forging.check_steps(DEVICE, 1, M, K, N, seed=M, rules=forging.examples()[:3])
 
 
 def test_forged_shards_of_more_shapes():
