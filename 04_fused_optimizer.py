@@ -2544,6 +2544,7 @@ def check_bad_input(device="cpu"):
         "2 data-parallel": lambda: forge(bare, AdamW(), "int8", data_parallel=2),
         "pass AdamW": lambda: forge(bare, "Shampoo"),
         "betas (a pair)": lambda: forge(bare, AdamW(betas=(0.9, 1.0))),
+        "AdamW(betas=0.9": lambda: AdamW(betas=0.9),
         "eps is positive": lambda: AdamW(eps=0),
         "weight_decay is not": lambda: Muon(weight_decay=-1),
         "other is no weight": lambda: forge(bare, AdamW(), "int8", ranks={"other": None}),
