@@ -404,17 +404,12 @@ def plan_step(rule, M, K, N, layout, rung="auto", slab=SLAB, matrices=1):
 ROUNDS = tl.constexpr(7)  # of Philox: the fewest that pass all of BigCrush; 10 is the cautious default elsewhere
 
 
-def as_int(constant):
-    """The number in a tl.constexpr."""
-    return getattr(constant, "value", constant)
-
-
 def philox(seed, c0, c1, c2, c3):
     """Four 32-bit words, int64 tensors, for a 64-bit key and four 32-bit counters: what tl.philox gives."""
     low = 0xFFFFFFFF
     high_half = lambda a, x: ((x >> 16) * a + ((x & 0xFFFF) * a >> 16)) >> 16  # noqa: E731  of a 64-bit product
     k0, k1 = seed & low, seed >> 32 & low
-    for _ in range(as_int(ROUNDS)):
+    for _ in range(int(ROUNDS)):
         a, b = 0xD2511F53, 0xCD9E8D57
         c0, c1, c2, c3 = high_half(b, c2) ^ c1 ^ k0, b * c2 & low, high_half(a, c0) ^ c3 ^ k1, a * c0 & low
         k0, k1 = k0 + 0x9E3779B9 & low, k1 + 0xBB67AE85 & low
@@ -477,7 +472,7 @@ def encode_v(v):
     x = grouped(root(v))
     top = x.amax(-1, keepdim=True)  # (R, groups, 1)
     y = x * (255 * torch.where(top == 0, 1, top).reciprocal())
-    code = torch.where(x > 0, y.round().clamp(min=as_int(V_FLOOR)), 0)
+    code = torch.where(x > 0, y.round().clamp(min=int(V_FLOOR)), 0)
     return code.to(torch.uint8).flatten(1)[:, : v.shape[1]], top.squeeze(-1) / 255
 
 
@@ -622,21 +617,6 @@ def constants(f):
 
 
 @triton.jit
-def moved_tile(p, m, v, scalars, EXACT: tl.constexpr):
-    """AdamW.moved; v (ROWS, COLS), or of Adam-mini (ROWS, 1). fused_multiply_add(a, b, c) is a b + c, rounded once."""
-    root = tl.sqrt_rn(v) if EXACT else tl.sqrt(v)
-    denominator = tl.broadcast_to(root * scalars[UNBIAS] + scalars[EPS], m.shape)
-    return fused_multiply_add(quotient(m, denominator, EXACT), scalars[RATE], p * scalars[KEEP])
-
-
-@triton.jit
-def from_code(code):
-    """8-bit integers -> fp32, cheaper than by a conversion: 0x4B000000 is 2^23, whose last place is 1, so 128 + code in
-    its low bits is 2^23 + 128 + code."""
-    return ((code.to(tl.int32) + 128) | 0x4B000000).to(tl.float32, bitcast=True) - 8388736.0
-
-
-@triton.jit
 def nearest_integer(y):
     """fp32 |y| < 2^22 -> int32 to nearest, ties to even, in the low 16 bits: they are those of 1.5 * 2^23 + y."""
     return (y + 12582912.0).to(tl.int32, bitcast=True)
@@ -659,12 +639,6 @@ def to_bf16(x, noise):
     """round_to_bf16 of a tile."""
     bits = tl.where(x == x, x.to(tl.int32, bitcast=True) + noise, 0x7FC00000)
     return (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-
-
-@triton.jit
-def nearest(x):
-    """The noise that rounds to nearest, ties to even. (A cast truncates in the interpreter.)"""
-    return 0x7FFF + ((x.to(tl.int32, bitcast=True) >> 16) & 1)
 
 
 @triton.jit
@@ -696,7 +670,9 @@ def load_moment(moment, scales, where, SIGNED: tl.constexpr, ROWS: tl.constexpr,
     at, inside, scale_at, scaled = where
     x = tl.load(moment + at, mask=inside, other=0)
     if scales is not None:
-        code = from_code(x)
+        # To fp32, cheaper than by a conversion: 0x4B000000 is 2^23, whose last place is 1, so that it is 2^23 + 128 +
+        # code with 128 + code in its low bits.
+        code = ((x.to(tl.int32) + 128) | 0x4B000000).to(tl.float32, bitcast=True) - 8388736.0
         x = code * spread(tl.load(scales + scale_at, mask=scaled, other=0.0), ROWS, COLS)
         x = quotient(x, 254.0 - tl.abs(code), False) if SIGNED else x * x
     return x.to(tl.float32)
@@ -734,7 +710,8 @@ def store_v(f, v, where, ROWS: tl.constexpr, COLS: tl.constexpr):
 @triton.jit
 def update_tile(g, f, scalars, key, row, col, row_stop, ROWS: tl.constexpr, COLS: tl.constexpr):
     """torch_step of the tile (ROWS, COLS) at (row, col) of a weight with Fields f; g is its gradient, fp32, 0 from
-    row_stop and from column f.K on, where the tile ends (of a weight without m: its update)."""
+    row_stop and from column f.K on, where the tile ends (of a weight without m: its update). In fused_multiply_add
+    a b + c is rounded once."""
     where = spot(f, row, col, row_stop, ROWS, COLS)
     at, inside = where[0], where[1]
     if f.master is not None:
@@ -760,12 +737,15 @@ def update_tile(g, f, scalars, key, row, col, row_stop, ROWS: tl.constexpr, COLS
                 v = load_moment(f.v, f.v_scale, where, False, ROWS, COLS)
                 v = fused_multiply_add(g * g, scalars[FRESH_V], v * scalars[B2])
                 store_v(f, v, where, ROWS, COLS)
-            p = moved_tile(p, m, v, scalars, EXACT)
+            root = tl.sqrt_rn(v) if EXACT else tl.sqrt(v)  # of Adam-mini (ROWS, 1)
+            denominator = tl.broadcast_to(root * scalars[UNBIAS] + scalars[EPS], m.shape)
+            p = fused_multiply_add(quotient(m, denominator, EXACT), scalars[RATE], p * scalars[KEEP])  # AdamW.moved
         store_m(f, m, where, ROWS, COLS)
 
     if f.master is not None:
         tl.store(f.master + at, p, mask=inside)
-        tl.store(f.W + at, to_bf16(p, nearest(p)), mask=inside)
+        # The noise that rounds to nearest, ties to even. (A cast truncates in the interpreter.)
+        tl.store(f.W + at, to_bf16(p, 0x7FFF + ((p.to(tl.int32, bitcast=True) >> 16) & 1)), mask=inside)
     elif f.W.dtype.element_ty == tl.bfloat16:
         tl.store(f.W + at, to_bf16(p, tile_bits(key, row, col, ROWS, COLS)), mask=inside)
     else:
@@ -1406,7 +1386,7 @@ class Forge:
         self.rules = list(dict.fromkeys(rules.values()))
         self.scalars = torch.zeros(len(self.rules), len(Scalars._fields), device=device)
         self.key = torch.tensor([seed, 0], device=device)
-        self.squares = torch.zeros(len(weights), as_int(SLOTS), dtype=torch.float64, device=device)
+        self.squares = torch.zeros(len(weights), int(SLOTS), dtype=torch.float64, device=device)
         self.states = {
             name: State(self, [name, *(aliases or {}).get(name, [])], weight, rules[name],
                         self.scalars[self.rules.index(rules[name])], squares, name in tables,
@@ -2612,9 +2592,9 @@ def check_plans():
     base.require((flops, held) == (5 * (4 * 12 + 2 * 8), 2 * (2 * 6 + 3 * 4)), "Muon's products")
 
 
-# Memory is a claim like any other. Six layers of 4 MiB: an ordinary step has 24 MiB of gradients at its peak, foreach
-# as much again for temporaries, v1 one layer, v2 and v3 none beside the buffer that was there before. What else is
-# alive is counted, too, so that the formula is right to a per cent, and a tensor more would show.
+# Memory is a claim like any other. Six layers of 4 MiB: an ordinary step has 24 MiB of gradients at its peak, v1 one
+# layer, v2 and v3 none beside the buffer that was there before. What else is alive is counted, too, so that the formula
+# is right to a per cent, and a tensor more would show.
 
 
 def peak_of_step(device, ordinary=False, **options):
