@@ -3010,7 +3010,7 @@ BREAKS = {
 
 def measure_bytes(device, ledger):
     """Bytes a parameter by layout, and what backward and step hold beyond what is alive after forward."""
-    for rule, layout in itertools.product((AdamW(), Muon()), LAYOUTS):
+    for rule, layout in (*((AdamW(), layout) for layout in LAYOUTS), (Muon(), "fp32")):
         weight, handle = forged(torch.zeros(512, 1024, device=device), rule, layout)
         measured = sum(t.nbytes for t in everything(weight, handle).values()) / weight.numel()
         held = LAYOUTS[layout].weight.itemsize + state_bytes(rule, layout)
@@ -3035,7 +3035,7 @@ def measure_gpt(ledger, tokens=16):
     """What a whole step of a GPT of GPT-2 small's layers holds beyond weights and states, with few tokens."""
     config = base.GPTConfig(256, tokens, 12, 12, 768)
     x = torch.randint(256, (1, tokens), device="cuda")
-    for layout, name in (("fp32", "fused"), *((layout, "forge") for layout in LAYOUTS)):
+    for layout, name in (("fp32", "fused"), ("fp32", "forge"), ("master", "forge")):
         dtype = LAYOUTS[layout].weight
         activations = base.activation_bytes(config, tokens, fused_norm=True) * dtype.itemsize / 4
         torch.manual_seed(0)
@@ -3171,10 +3171,11 @@ def classifier_bytes(N, V, D, gradient, candidates):
     return plan.bytes + 2 * dE + max(dE, 2 * N * whole_slabs(block, plan.rows))
 
 
-def ways_to_step(E, C, x, layout, gradient, stats):
+def ways_to_step(E, C, x, gradient, stats):
     """(handle, functions that make loss, dE and a classifier's step: in backward; 03's gradients, and then it). The
     rate is 0: the same work, and the same problem each time."""
-    weight, handle = forged(C.float(), AdamW(weight_decay=0.1), layout, "auto", "triton", tables=["weight"], slab=SLAB)
+    rule, tables = AdamW(weight_decay=0.1), ["weight"]
+    weight, handle = forged(C.float(), rule, "master", "auto", "triton", tables=tables, slab=SLAB)
     options = dict(gradient=gradient) | (dict(stats=stats) if stats else {})
 
     def inside():
@@ -3199,9 +3200,9 @@ def measure_classifier(ledger, N, V, D):
     layers = lambda: [torch.mm(A, A, out=B) for _ in range(5)]  # noqa: E731  5.5 TFLOP
     print(f"\na classifier's step, N = {N}, V = {V}, D = {D}, bf16: loss, dE and AdamW. dC alone: "
           f"{2 * V * D / MIB:,.0f} MiB; the logits in fp32: {4 * N * V / MIB:,.0f} MiB")
-    for layout, gradient in itertools.product(("master", "int8"), ("exact", "sparse")):
+    for gradient in ("exact", "sparse"):
         stats = filtering.SparseStats() if gradient == "sparse" else None
-        handle, ways = ways_to_step(E, C, x, layout, gradient, stats)
+        handle, ways = ways_to_step(E, C, x, gradient, stats)
         for way in ways:
             way()
         held, rounds = base.peak_bytes(ways[0], "cuda") + handle.slab.nbytes, []
@@ -3210,7 +3211,7 @@ def measure_classifier(ledger, N, V, D):
             rounds.append([in_a_row(way, layers) - alone for way in ways])
         ours, apart = (statistics.median(column) for column in zip(*rounds, strict=True))
         predicted = classifier_bytes(N, V, D, gradient, stats and stats.measured[0].item())
-        name = f"{layout}, {gradient}"
+        name = f"master, {gradient}"
         ledger.row(f"{name}: beyond states", "classifier_bytes", predicted / MIB, held / MIB, band=(0.95, 1.05))
         ledger.row(f"{name}: time", "03, then the step", apart, ours, "ms", (0, 1.05))
         del handle, ways
