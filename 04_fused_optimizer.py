@@ -542,7 +542,6 @@ def torch_step(state, f, gradient, row, norms=None, U=None):
     for start, stop in cce.pieces(R, max(1, PIECE // K)):
         rows = slice(row + start, row + stop)
         g, m, v = gradient[start:stop].float(), None, None  # (r, K)
-        p = (f.W if f.master is None else f.master)[rows].float()
         if f.m is not None:  # else g is an update that is ready
             m = read(f.m, f.m_scale, decode_m, rows)
             f.squares[0] += g.square().sum()
@@ -558,6 +557,7 @@ def torch_step(state, f, gradient, row, norms=None, U=None):
         elif f.v is not None:
             v = read(f.v, f.v_scale, decode_v, rows)
 
+        p = (f.W if f.master is None else f.master)[rows].float()
         p, m, v = state.rule.update(p, g, m, v, s)
 
         if f.master is not None:
@@ -1583,7 +1583,7 @@ def check_forge(weights, rules, layout, rung, seed, origins, tables, matrices, r
         (rung not in rungs, f"rung is {rung!r}: use one of {', '.join(rungs)}"),
         (not (isinstance(seed, int) and -(2**63) <= seed < 2**63), f"seed is {seed!r}: use a whole number of 64 bits"))
     for name, weight in weights.items():
-        rule, count, (_, col) = rules[name], matrices.get(name, 1), origins.get(name, (0, 0))
+        rule, count, (row, col) = rules[name], matrices.get(name, 1), origins.get(name, (0, 0))
         base.refuse((not isinstance(weight, nn.Parameter) or weight.dim() != 2 or weight.dtype not in DTYPES, f"{name} "
                      f"is a {type(weight).__name__} of {getattr(weight, 'dtype', '?')}: pass matrices in fp32 or bf16"))
         base.refuse(
@@ -1593,8 +1593,8 @@ def check_forge(weights, rules, layout, rung, seed, origins, tables, matrices, r
             (isinstance(rule, Muon) and name in tables, f"{name}: Muon wants its gradient whole, that of an embedding "
              "or a classifier comes in rows: give it AdamW, by rules={...}"),
             (count < 1 or len(weight) % count, f"{name}: {count} matrices cannot be equally large"),
-            (col % BORDERS[layout], f"origin of {name}: its column, {col}, has to be a multiple of {BORDERS[layout]} "
-             f"in layout {layout}"))
+            (min(row, col) < 0 or col % BORDERS[layout], f"origin of {name}, ({row}, {col}): none is negative, the "
+             f"column a multiple of {BORDERS[layout]} in layout {layout}"))
     base.refuse(
         (len({id(weight) for weight in weights.values()}) < len(weights),
          "one Parameter has two names: pass the second one as its alias"),
@@ -2538,6 +2538,8 @@ def check_bad_input(device="cpu"):
         "rung is": lambda: forge(bare, AdamW(), "int8", rung="v3"),
         "seed is": lambda: forge(bare, AdamW(), "int8", seed=2**64),
         "origin of": lambda: forge(bare, AdamW(), "int8", origins={"weight": (0, 64)}),
+        "(-1, 0)": lambda: forge(bare, AdamW(), "int8", origins={"weight": (-1, 0)}),
+        "(0, -1)": lambda: forge(bare, AdamW(), origins={"weight": (0, -1)}),
         "no weight": lambda: forge(nn.ReLU(), AdamW()),
         "known are 0, ": lambda: forge(nn.Sequential(bare), AdamW(), skip="head"),
         "'nothing' is not in": lambda: forge(bare, AdamW(), classifier="nothing"),
@@ -2555,6 +2557,11 @@ def check_bad_input(device="cpu"):
         must_raise(words, action)
     plain = frozen[0].weight.dtype == torch.float32 and type(frozen[0]) is type(bare) is nn.Linear
     base.require(plain and torch.equal(bare.weight, weight), "a refused forge() changed the model")
+    late = nn.ModuleList([make(), nn.Embedding(8, 8)])
+    late[1].weight = late[0].weight
+    handle = forge(late, AdamW(), rung="hook", embeddings=True)
+    base.require(handle["1.weight"].table and list(handle.states) == ["0.weight"], "a tied embedding is a table")
+    must_raise("used twice", lambda: handle.arm(0.1, 1))
 
 
 # The dispatcher and the cost model have no results of their own that a wrong one would spoil: a plan that never fuses
@@ -2563,6 +2570,7 @@ def check_bad_input(device="cpu"):
 #     4096 x 4096, slab of 32 MiB     a row is 16 KiB: 2,048 rows; v3 up to 1,024 tokens in fp32, 512 in master
 #     50304 x 768                     a row is 3 KiB: 10,922 rows, cut to a multiple of 128
 #     4096 x 131072                   a row is 512 KiB: 64 rows, fewer than 128, and taken as they are
+#     4096 x 32768                    16 slabs: v3 up to 512 tokens in master; with a row more, up to 1,024
 #     64 matrices of 768 x 768        2.25 MiB each: 14 fit
 
 
@@ -2576,7 +2584,8 @@ def check_plans():
         (adamw, 768, 3072, 16, "fp32"): ("slab", 768), (adamw, 2730, 3072, 16, "fp32"): ("slab", 2730),
         (adamw, 50304, 768, 0, "master"): ("slab", 10880), (adamw, 8, 2**24, 0, "int8"): ("slab", 1),
         (adamw, 4096, 2**17, 0, "fp32"): ("slab", 64), (adamw, 4096, 4096, 0, "fp32", "fused"): ("fused", 0),
-        (mini, 4096, 4096, 16, "fp32", "fused"): ("slab", 2048),
+        (adamw, 4096, 2**15, 1024, "master"): ("slab", 256), (adamw, 4097, 2**15, 1024, "master"): ("fused", 0),
+        (adamw, 16384, 16384, 1025, "master"): ("slab", 512), (mini, 4096, 4096, 16, "fp32", "fused"): ("slab", 2048),
         (muon, 4096, 4096, 16, "fp32", "hook"): ("matrix", 4096),
         (muon, 8 * 768, 768, 16, "int8", "auto", SLAB, 8): ("matrix", 8 * 768),
         (muon, 64 * 768, 768, 16, "int8", "auto", SLAB, 64): ("matrix", 14 * 768),
