@@ -1411,7 +1411,7 @@ class Forge:
         size = self.data_parallel or (dist.get_world_size() if joined else 1)
         base.refuse((size > 1, f"{size} data-parallel processes: the step happens before gradients could be summed "
                      "over them: use an ordinary optimizer; or pass data_parallel=1 if they never are (DiLoCo, tensor "
-                     "parallel), or if their factors are gathered (05's gather_factors, for few tokens)"))
+                     "parallel)"))
 
     def expect(self, call, *phases, do):
         if self.phase not in phases:

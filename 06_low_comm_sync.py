@@ -52,7 +52,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -2030,21 +2029,7 @@ def check_misuse():
 # -- real processes --
 
 
-def fleet(function, ranks, *arguments, **options):
-    """Run function(folder, *arguments) in `ranks` processes, with the bugs that are planted here; {rank: what it put
-    into folder/RANK.pt}."""
-    planted = [name for name, (_, attribute, bug) in BREAKS.items() if globals()[attribute] is bug]
-    with tempfile.TemporaryDirectory() as folder:
-        parallel.spawn(in_fleet, ranks, "cpu", (function.__name__, planted, folder, *arguments), **options)
-        return {int(file.stem): torch.load(file) for file in Path(folder).glob("*.pt")}
-
-
-def in_fleet(function, planted, folder, *arguments):
-    for name in planted:
-        globals()[BREAKS[name][1]] = BREAKS[name][2]
-    torch.set_num_threads(1)
-    result = globals()[function](*arguments)
-    torch.save(result, Path(folder, f"{os.environ['RANK']}.pt"))
+fleet = functools.partial(parallel.fleet, stage=globals(), device="cpu", timeout=300)
 
 
 def all_methods_by_dist(names):
@@ -2075,7 +2060,7 @@ def all_methods_by_dist(names):
 def check_processes(ranks=3, names=tuple(METHODS)):
     """Every method over real processes: the same bits as M workers in one process, and the predicted bytes on the wire;
     some of them saved in the middle of a transfer."""
-    results = fleet(all_methods_by_dist, ranks, names)
+    results = fleet("all_methods_by_dist", ranks, names)
     require(len(results) == ranks, "a process left no result")
     for name in names:
         sim = travel(name, ranks, steps=16)
@@ -2197,7 +2182,7 @@ def survive(event, steps, H):
 def check_surrender():
     """A worker whose weights are of no use has all of them stop, at the same step: the next time that they agree on
     anything, which is two steps later (step 28 of 8 a round, something is collected before the thirty-first)."""
-    results = fleet(survive, 4, "nan", 40, 8)
+    results = fleet("survive", 4, "nan", 40, 8)
     require(len(results) == 4, "a worker left no result")
     for rank, result in results.items():
         require(result == dict(halt="not a number", steps=31), f"rank {rank} ends with {result}")
@@ -2239,7 +2224,7 @@ def check_failures(event="kill", steps=80, H=8):
     newcomer (or the silent one, awake again) catches up. After a kill the weights are those of the same story told in
     one process, but for roundings. How far the loss is from a run without the event's is luck: over seven seeds 0.0 %
     in the mean and 1.0 % of standard deviation; it must be within three of those."""
-    results = fleet(survive, 4, event, steps, H, spare=event == "kill", late=event == "kill")
+    results = fleet("survive", 4, event, steps, H, spare=event == "kill", replace=event == "kill")
     loss, phi = in_one_process(steps, H)
     expected = {"kill": (0, 1, 3, 4)}.get(event, (0, 1, 2, 3))
     require(tuple(sorted(results)) == expected, f"{event}: results of ranks {sorted(results)}")
@@ -2590,7 +2575,7 @@ def body(device, ledger, args):
     disturbed, loss = check_all(device, None, args)["failures"]
     print()
     steps, H = 80, 20
-    results = fleet(five_methods, 2, steps, H)[0]
+    results = fleet("five_methods", 2, steps, H)[0]
     wire = results.pop("wire")
     table(results, 2, steps, H)
     if device.type == "cuda" and HAS_TRITON:

@@ -97,9 +97,6 @@ def in_process(stage, *arguments):
 # ==== Stages: command lines, planted bugs, checks =====================================================================
 
 
-TORCHRUN = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"
-
-
 @pytest.fixture(scope="session", autouse=True)
 def beside(request):
     """What needs a process of its own anyway, one after the other, beside the tests, which mostly keep one core busy:
@@ -111,8 +108,6 @@ def beside(request):
             if item.originalname == "test_stage_runs":
                 stage = item.callspec.params["stage"]
                 futures[stage] = run(f"{stage}.py")
-            elif item.originalname == "test_torchrun_of_parallelism":
-                futures["torchrun"] = run(*TORCHRUN, 3, "05_parallelism.py", "--device", "cpu")
             elif item.originalname == "test_planted_bug_is_caught":
                 bugs.setdefault(item.callspec.params["stage"], []).append(item.callspec.params["bug"])
         for stage, names in bugs.items():  # compiled kernels keep what they were compiled with: there each bug is alone
@@ -616,12 +611,11 @@ def wait_until(condition, seconds=100):
 # ==== 05: one model on many processes =================================================================================
 
 
-def test_parallel_equals_serial_over_four_ranks(lone_ranks):
-    """Also data or context with tensor parallelism, two by two. Three, where nothing is a power of two: torchrun's."""
-    errors = parallel.in_ranks("all_checks", 4)
-    errors["tensor parallel"] = max(errors["tensor parallel"])
-    found = [error for error in errors.values() if error is not None]
-    assert len(found) == 7 and max(found) < 1e-12
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_parallel_equals_serial(ranks):
+    """Three, where nothing is a power of two; four: also data or context with tensor parallelism, two by two."""
+    errors = [error for error in parallel.in_ranks("all_checks", ranks).values() if error is not None]
+    assert len(errors) == 3 + ranks and max(errors) < 1e-12
 
 
 def test_mesh_that_does_not_fit_is_one_line_for_all_ranks():
@@ -654,9 +648,12 @@ def test_one_process_needs_no_groups():
 
 
 @pytest.mark.parametrize("message, flags", [
-    ("nothing is parallel", ["--ranks", 1]), *([] if base.HAS_CUDA else [("as many ranks", ["--device", "cuda"])]),
+    ("nothing is parallel", ["--ranks", 1]), ("without torchrun", []), ("without torchrun", ["--check"]),
+    *([] if base.HAS_CUDA else [("as many ranks", ["--device", "cuda"])]),
 ])
-def test_bad_flags_of_parallelism(message, flags):
+def test_bad_flags_of_parallelism(message, flags, monkeypatch):
+    if message == "without torchrun":
+        monkeypatch.setenv("RANK", "0")
     result = in_process("05_parallelism", *flags)
     assert result.returncode == 2 and message in result.stderr and len(result.stderr.splitlines()) == 1, result.stderr
 
@@ -715,32 +712,6 @@ def test_planner_answers_in_one_screen():
 def test_planner_says_what_is_missing(message, wish):
     result = in_process("05_parallelism", "--plan", wish)
     assert result.returncode == 2 and message in result.stderr and len(result.stderr.splitlines()) == 1, result.stderr
-
-
-@pytest.fixture(scope="module")
-def lone_ranks():
-    """Rank 0 of a world whose rank 1 never comes, and a rank 1 whose rank 0 does not: they wait while a test runs."""
-    with socket.socket() as one, socket.socket() as other:
-        for s in (one, other):
-            s.bind(("127.0.0.1", 0))
-        ports = [s.getsockname()[1] for s in (one, other)]
-    started = []
-    for rank, port in enumerate(ports):
-        world = dict(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-        command = [sys.executable, "05_parallelism.py", "--device", "cpu"]
-        started.append(subprocess.Popen(command, cwd=ROOT, env=os.environ | world, text=True, stderr=subprocess.PIPE,
-                                        stdout=subprocess.DEVNULL))
-    yield started
-    for process in started:
-        process.kill()
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_rank_whose_others_never_come_ends_with_one_line(lone_ranks, rank):
-    said = lone_ranks[rank].communicate(timeout=200)[1]
-    lines = [line for line in said.splitlines() if line.startswith("05_parallelism.py:")]
-    assert lone_ranks[rank].returncode == 2 and len(lines) == 1 and f"rank {rank} of 2" in lines[0], said
-    assert "Traceback" not in said
 
 
 def session_members(session):
@@ -1334,11 +1305,47 @@ def test_nan_of_one_worker_stops_all(tiny, text):
     assert record["step"] == 2 and "weights that are not finite" in said
 
 
-def test_torchrun(text, tmp_path):
-    result = python(*TORCHRUN, 2, "train.py", *TINY, "--device", "cpu", "--data", text, "--preset", "cpu",
-                    "--out", tmp_path / "o")
-    assert result.returncode == 0 and "2 processes" in result.stdout, result.stdout + result.stderr
-    assert result.stdout.count("step 6/6  validation") == 1
+def test_two_machines(tiny, text, monkeypatch):
+    """Two agents of torchrun train what --gpus 2 does (where a MASTER_PORT that is taken does not matter: workers meet
+    at one that the system has just given to their parent). One process speaks and saves."""
+    torchrun, flags = importlib.import_module("torch.distributed.run").main, ["--device", "cpu", "--inner-steps", 3]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        status, rows, whole = tiny(*flags, "--gpus", 2, out="one")
+    out, log, said = tiny.folder / "two", tiny.folder / "two.jsonl", tiny.folder / "said"
+    argv = [*"--nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --local-addr 127.0.0.1 --rdzv-endpoint".split(),
+            f"127.0.0.1:{port}", "--redirects", 3, "--log-dir", said, "--", ROOT / "train.py", *TINY, *flags, "--data",
+            text, "--preset", "cpu", "--out", out, "--log", log]
+    context = torch.multiprocessing.get_context("forkserver")  # which has torch already
+    agents = [context.Process(target=torchrun, args=([str(a) for a in argv],), daemon=True) for _ in range(2)]
+    try:
+        for agent in agents:
+            agent.start()
+        for agent, seconds in zip(agents, (80, 20), strict=True):
+            agent.join(seconds)
+    finally:
+        for agent in agents:
+            agent.terminate()  # it ends its process, too
+    output = {name: [file.read_text(errors="replace") for file in said.glob(f"*/*/0/{name}.log")]
+              for name in ("stdout", "stderr")}
+    assert [status, *(agent.exitcode for agent in agents)] == [0, 0, 0], output
+    silent, speaks = sorted(output["stdout"])
+    assert not silent and "2 processes" in speaks and speaks.count("step 6/6  validation") == 1, output
+    again = [json.loads(line) for line in log.read_text().splitlines()]
+    assert losses(again) == losses(rows) and len(again) == len(rows) and same(weights(out), whole)
+    assert {file.name for file in out.iterdir()} == {file.name for file in (tiny.folder / "one").iterdir()}
+
+
+def test_machines_that_share_no_directory(tiny, monkeypatch, capsys):
+    """One line for all, before anything is trained."""
+    for name, value in dict(RANK=0, WORLD_SIZE=1, LOCAL_RANK=0).items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(parallel, "join_group", lambda device: None)
+    monkeypatch.setattr(train.World, "smallest", lambda world, seen: seen - 1)  # another does not see it
+    status, rows, _ = tiny("--device", "cpu")
+    error = capsys.readouterr().err
+    assert status == 2 and not rows and "name one that all of them share" in error and error.count("\n") == 1
 
 
 def start_and_wait(flags, line, timeout=120):
@@ -1784,13 +1791,6 @@ def test_two_runs_do_not_share_a_directory(tiny, capsys):
         assert tiny()[0] == 2 and "another run is writing there" in capsys.readouterr().err
         assert tiny("--dry-run")[0] == 0
     assert tiny()[0] == 0
-
-
-def test_a_port_that_is_taken_does_not_matter(tiny, monkeypatch):
-    """Workers meet at a port that the system has just given to their parent."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
-        assert tiny("--gpus", 2, "--device", "cpu", "--inner-steps", 3)[0] == 0
 
 
 @pytest.mark.parametrize("change", ["shorter", "other", "touched"])
@@ -2437,11 +2437,6 @@ def test_stage_runs(stage, beside):
     assert result.returncode == bool(missed), result.stdout + result.stderr
     assert ("next: python" in result.stdout) != bool(missed)
     figures.chosen_lines(result.stdout, {"": figures.HEADLINES[stage][""]})  # raises if one is not printed
-
-
-def test_torchrun_of_parallelism(beside):
-    result = beside["torchrun"].result()
-    assert result.returncode == 0 and result.stdout.count("3 processes on the CPU") == 1, result.stdout + result.stderr
 
 
 @pytest.mark.parametrize("stage, bug", [(stage, bug) for stage, module in STAGES.items() for bug in module.BREAKS])

@@ -2119,7 +2119,7 @@ def choose_dtype(args):
 
 
 def run_rank(args):
-    """The body of a spawned process: what went wrong becomes its exit status, not a traceback."""
+    """The body of one process of several: what went wrong becomes its exit status, not a traceback."""
     try:
         status = guarded(run, args)
     except RuntimeError as error:
@@ -2171,9 +2171,13 @@ def start_processes(args):
     """The processes that these flags ask for, or this one's part under torchrun; the exit status."""
     if args.torchrun:
         parallel.join_group(args.device)
-        status = run(args)
+        seen = not args.steps or args.dry_run or Path(args.out).is_dir()  # which rank 0 has made
+        if not World(args.device).smallest(int(seen)):
+            raise base.BadInput(f"--out {args.out}: a machine does not see the directory that another has made there: "
+                                "name one that all of them share")
+        run_rank(args)  # other machines' torchruns do not end this process when theirs is lost
         dist.destroy_process_group()
-        return status
+        return 0
     if args.gpus == 1:
         return run(args)
     # Over gloo workers that train apart survive the loss of one; NCCL's watchdog ends them all.
