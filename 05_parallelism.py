@@ -3376,13 +3376,7 @@ def check_zero():
             zero.finish()
             held = zero.resident()
             zero.step()
-        units = [len(unit.flat) for unit in zero.units]  # with their padding
-        P, once = sum(units), units[0] + units[-1]  # stage 3 gathers twice, but the first and the last unit once
-        volume = 5 * (2 * P if stage < 3 else 3 * P - once)
-        for what, counted, predicted in (("holds", held, zero_bytes(P, n, stage, 8, 8, 16)),
-                                         ("sends", sent.total() - sent["all-reduce"], 8 * volume * (n - 1) // n)):
-            require(counted == predicted, f"{name} {what} {counted} bytes, the formula says {predicted}")
-        require(stage == 2 or max(seen) <= 3, f"{name}: {max(seen)} of {len(units)} units are whole at once")
+        counted = sent.total() - sent["all-reduce"]
         part_of_loss(model, *mine[0], group).backward()
         must_raise("before finish()", lambda m=model, x=mine[0]: part_of_loss(m, *x, group).backward(), RuntimeError)
         zero.finish()
@@ -3392,6 +3386,13 @@ def check_zero():
         for unit in zero.units:
             unit.fetch()
         worst = max(worst, compare(name, weights_of(model), serial_steps(odd_gpt(n), [*batches, batches[0]], **adamw)))
+        units = [len(unit.flat) for unit in zero.units]  # with their padding
+        P, once = sum(units), units[0] + units[-1]  # stage 3 gathers twice, but the first and the last unit once
+        volume = 5 * (2 * P if stage < 3 else 3 * P - once)
+        for what, found, predicted in (("holds", held, zero_bytes(P, n, stage, 8, 8, 16)),
+                                       ("sends", counted, 8 * volume * (n - 1) // n)):
+            require(found == predicted, f"{name} {what} {found} bytes, the formula says {predicted}")
+        require(stage == 2 or max(seen) <= 3, f"{name}: {max(seen)} of {len(units)} units are whole at once")
     # A rate that is half a rounding of these weights: in bf16 alone they would not move.
     for drops in (False, True):
         weight = nn.Parameter(torch.full((7,), 0.5, dtype=torch.bfloat16, device=here()))
@@ -3443,16 +3444,16 @@ def check_tensor_parallel():
     the formula; refusals."""
     n, worst, groups = dist.get_world_size(), 0.0, mesh(tp=dist.get_world_size())
     config = tiny(n).config
-    N, exact = 2 * config.seq, trained(None)
+    N, exact, traffic = 2 * config.seq, trained(None), []
 
     def run(dtype, sequence, autocast=False):
         found = trained(groups, dtype, sequence=sequence, autocast=autocast)
         # The loss sends 6 N sums, norms their gradients; under autocast embedding and E are fp32.
-        sums, traffic = torch.promote_types(dtype, torch.float32).itemsize, sent.total()
+        sums = torch.promote_types(dtype, torch.float32).itemsize
         norms = 2 * (2 * config.layers + 1) * config.dim * dtype.itemsize * sequence
         more = (6 * N * sums + norms + 4 * 2 * N * config.dim * autocast) * (n - 1) // n
         predicted = more + tensor_parallel_traffic(config, N, n, sequence, 2 if autocast else dtype.itemsize)
-        require(abs(traffic - predicted) <= 100, f"{sequence=}, {autocast=}: {traffic} bytes sent, not {predicted}")
+        traffic.append((f"{sequence=}, {autocast=}, {dtype}", sent.total(), predicted))
         return found
 
     for sequence in (False, True):
@@ -3462,6 +3463,8 @@ def check_tensor_parallel():
         compare(f"{name}, recomputed", trained(groups, sequence=sequence, again=True), exact)
         as_good(f"{name}, autocast", torch.bfloat16, run(torch.float32, sequence, autocast=True),
                 trained(None, torch.float32, autocast=True), exact)
+    for what, counted, predicted in traffic:
+        require(abs(counted - predicted) <= 100, f"{what}: {counted} bytes sent, not {predicted}")
     odd = base.GPT(base.GPTConfig(50, 8, 1, n + 1, 2 * (n + 1)))
     must_raise("divides the number of heads", lambda: tensor_parallel(odd, groups.tp))
     must_raise("pad the sequence", lambda: scatter(torch.zeros(1, n + 1, 2, device=here()), groups.tp))
@@ -3663,9 +3666,8 @@ def check_pipeline():
 
 @on_ranks
 def check_context():
-    """Ring attention in a whole model, both ways of cutting: loss and gradients; alone, where bf16 results have one
-    rounding of the exact ones (a GPU's, of whose kernels each block is rounded, torch's error); work a rank;
-    refusals."""
+    """Ring attention in a whole model, both ways of cutting: loss and gradients; alone also in bf16, whose
+    results are one rounding from exact (a GPU's, one from torch's); work a rank; refusals."""
     n, worst, groups = dist.get_world_size(), 0.0, mesh(cp=dist.get_world_size())
     group = groups.cp
 
@@ -3698,11 +3700,12 @@ def check_context():
         got = attention(torch.float32, zigzag)  # a score of 5, rounded, is off by 5 roundings after exp()
         as_good(f"{name} attention", torch.float32, got, peer[torch.float32], exact, 5 * n * 2**-23)
         for key, tensor in attention(torch.bfloat16, zigzag).items():
-            want, rounded = narrow[key], narrow[key].bfloat16()
-            if here().type == "cuda":  # where a kernel rounds the result of each block
-                want, rounded = exact[key], peer[torch.bfloat16][key]
-            ours, limit = cce.error(tensor, want), cce.error(rounded, want)
-            require(ours <= 1.05 * limit, f"{name} attention, bf16: error of {key} {ours:.2e}, not {limit:.2e}")
+            want, limit = narrow[key], 1.05 * cce.error(narrow[key].bfloat16(), narrow[key])
+            if here().type == "cuda":  # a kernel rounds what it makes of each block: once more than torch's one kernel
+                want, theirs = exact[key], cce.error(peer[torch.bfloat16][key], exact[key])
+                limit = 1.1 * math.hypot(theirs, cce.error(want.bfloat16(), want))
+            ours = cce.error(tensor, want)
+            require(ours <= limit, f"{name} attention, bf16: error of {key} {ours:.2e}, over {limit:.2e}")
     T = 32 * n
     work = [attention_work(T, n, zigzag) for zigzag in (False, True)]
     require(sum(work[0]) == sum(work[1]) == T * (T + 1) // 2, f"pairs are lost: {work}")
@@ -3814,9 +3817,11 @@ def check_edits(device, place):
     offload.close()
     require(torch.equal(got, want), "what was written to after its copy was made comes back changed")
     offload, b = forward(9, held_up.wait)
-    must_raise("written to before it was copied", b.backward, RuntimeError)
-    held_up.set()
-    offload.close()
+    try:
+        must_raise("written to before it was copied", b.backward, RuntimeError)
+    finally:  # or its thread would never end
+        held_up.set()
+        offload.close()
 
 
 def check_lean():
