@@ -32,7 +32,7 @@ How to launch
     python 05_parallelism.py --plan "params=8e9 layers=32 dim=4096 vocab=128256 seq=8192 gpus=64 gib=141 link=400"
     python 05_parallelism.py --break no-f        plant a famous bug and watch its check fail (exit status 1)
     You will see the schedules of section 6 as charts; errors against the serial model; bytes kept and sent beside their
-    formulas; times, of which on a CPU only those of processes that compute by sleeping mean something.
+    formulas; times of processes that compute by sleeping, and on GPUs of the cuts.
 
 References (numbers: arXiv)
     Megatron-LM 1909.08053 (tensor), 2104.04473 (pipelines), 2205.05198 (sequence, recomputation). ZeRO 1910.02054.
@@ -4520,22 +4520,6 @@ def measure_activations():
     return rows
 
 
-class _Sleep(torch.autograd.Function):
-    """A layer that computes by waiting: seconds of forward, of the input's gradient and of the weights'."""
-
-    @staticmethod
-    def forward(ctx, x, seconds, queue):
-        ctx.seconds, ctx.queue = seconds, queue
-        time.sleep(seconds["F"])
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        time.sleep(ctx.seconds["B"])
-        ctx.queue.put(lambda: time.sleep(ctx.seconds["W"]))
-        return gradient, None, None
-
-
 def costs_of(schedule, F=1.0, B=1.0, W=1.0):
     """What simulate takes, of times of a forward, an input gradient and a weight gradient of a rank's layers."""
     thin = schedule.chunks
@@ -4543,34 +4527,20 @@ def costs_of(schedule, F=1.0, B=1.0, W=1.0):
 
 
 def measure_bubbles():
-    """Every schedule by real processes, beside its simulation. On a CPU, where ranks share cores, their layers sleep;
-    on GPUs they compute, and the simulation has their measured times."""
-    p, rows, queue, gpu = dist.get_world_size(), [], WeightQueue(), here().type == "cuda"
-    groups, m, milliseconds = mesh(pp=p), 2 * p if gpu else p * max(1, 8 // p), dict(F=15.0, B=15.0, W=15.0)
-    rank, like = rank_in(groups.pp), torch.zeros(1, 8)
-    if gpu:
-        model = built(256, 1024, 4 * p, 32, 4096, dtype=torch.bfloat16)
-        like = torch.empty(4, 1024, 4096, device=here(), dtype=torch.bfloat16)
-        tokens = [torch.zeros(4, 1024, dtype=torch.int64, device=here())] * m
-        x = tokens[0] if rank == 0 else torch.randn_like(like)
-        milliseconds = stage_times(Stage(model, rank, p, queue), queue, x)
-        notes.append("a stage's " + ", ".join(f"{key} {value:.2f} ms" for key, value in milliseconds.items()))
+    """GPUs: every schedule by real stages, beside the simulation with their measured times."""
+    p, rows, queue, m = dist.get_world_size(), [], WeightQueue(), 2 * dist.get_world_size()
+    groups, model = mesh(pp=p), built(256, 1024, 4 * p, 32, 4096, dtype=torch.bfloat16)
+    rank, like = rank_in(groups.pp), torch.empty(4, 1024, 4096, device=here(), dtype=torch.bfloat16)
+    tokens = [torch.zeros(4, 1024, dtype=torch.int64, device=here())] * m
+    times = stage_times(Stage(model, rank, p, queue), queue, tokens[0] if rank == 0 else torch.randn_like(like))
+    notes.append("a stage's " + ", ".join(f"{key} {value:.2f} ms" for key, value in times.items()))
     for name, schedule in SCHEDULES.items():
-        lists, chunks = schedule.lists(p, m), schedule.chunks
-        if gpu:
-            stages = [Stage(model, c * p + rank, chunks * p, queue) for c in range(chunks)]
-            inputs, loss = tokens, lambda y, i: y.float().square().mean()
-        else:
-            seconds = {key: value / 1e3 / chunks for key, value in milliseconds.items()}
-            stages = [lambda x, seconds=seconds: _Sleep.apply(x, seconds, queue)] * chunks
-            inputs, loss = [torch.zeros(1, 8, requires_grad=True) for _ in range(m)], lambda y, i: y.sum()
-        step = functools.partial(run_pipeline, lists[rank], stages, queue, inputs, loss, groups, like)
-        measured = timed(step, 1, 5 if gpu else 2)
-        predicted = simulate(lists, costs_of(schedule, **milliseconds)).span
-        what = f"simulated; {m} micro-batches"
-        # Processes that sleep wake late, never early; a busy CPU may wake them as late as it likes.
-        rows.append(Row(f"{name}, {p} {'GPUs' if gpu else 'sleepers'}: time", what, predicted, measured, "ms",
-                        (0.95, 1.15) if gpu else (0.99, math.inf)))
+        lists = schedule.lists(p, m)
+        stages = [Stage(model, c * p + rank, schedule.chunks * p, queue) for c in range(schedule.chunks)]
+        measured = timed(functools.partial(run_pipeline, lists[rank], stages, queue, tokens,
+                                           lambda y, i: y.float().square().mean(), groups, like), 1, 5)
+        rows.append(Row(f"{name}, {p} GPUs: time", f"simulated; {m} micro-batches",
+                        simulate(lists, costs_of(schedule, **times)).span, measured, "ms", (0.95, 1.15)))
     return rows
 
 
@@ -4997,8 +4967,9 @@ CHECKS += [check_wide_rules, check_schedules, check_pipeline, check_context, che
 CHECKS += [check_elsewhere]
 BY_ONE = [check_lean, check_simulator, check_uneven, check_flow, check_skip, check_planner, check_slow, check_keys,
           check_elastic]
-MEASUREMENTS = [measure_activations, measure_bubbles, measure_memory_instead, measure_plans]
-ON_GPUS = [measure_overlap, measure_tensor, measure_vocabulary, measure_ring, measure_uneven, measure_energy]
+MEASUREMENTS = [measure_activations, measure_memory_instead, measure_plans]
+ON_GPUS = [measure_bubbles, measure_overlap, measure_tensor, measure_vocabulary, measure_ring, measure_uneven]
+ON_GPUS += [measure_energy]
 
 
 def rank_checks(world):
