@@ -3250,6 +3250,15 @@ def as_good(name, dtype, got, peer, exact, more=0.0):
         cce.require_as_good(f"{name}, {dtype}: {key}", got[key], peer[key], want, slack)
 
 
+def mishap():
+    raise AssertionError("it fails") if dist.get_rank() else RuntimeError("the others are gone")
+
+
+def check_harness():
+    """Of errors of several ranks the one counts that made the others fail."""
+    must_raise("rank 1, 2: it fails", lambda: in_ranks("mishap", 3, device="cpu"), AssertionError)
+
+
 @on_ranks
 def check_groups():
     """Every axis of every mesh of two factors has its ranks; bad sizes and absent ranks are named."""
@@ -3309,6 +3318,9 @@ def check_data_parallel():
         optimizer.step()
         optimizer.zero_grad()
     worst = compare("data parallel", weights_of(model), serial_steps(tiny(n), batches, lr=1e-3))
+    alone = DataParallel(list(model.parameters()), None, 300 / MIB)  # less than two of the smallest
+    alone.close()
+    require(len(alone.lists) == len(list(model.parameters())), "buckets hold more than they should")
     few = 3 < len(handle.lists) < len(list(model.parameters()))
     require(few, f"{len(handle.lists)} buckets: too few to test their order, or one for each parameter")
     late = len(handle.lists) - min(started)
@@ -3606,6 +3618,10 @@ def check_schedules():
     cost = dict(F=1, B=2, W=0)
     must_raise("wait for each other", lambda: simulate([[Op("B", 0), Op("F", 0)]], cost))
     must_raise("another order", lambda: simulate([[Op("F", 0), Op("F", 1)], [Op("F", 1), Op("F", 0)]], cost))
+    lists = interleaved(2, 2)
+    first, second = (i for i, op in enumerate(lists[0]) if (op.kind, op.chunk) == ("F", 1))
+    lists[0][first], lists[0][second] = lists[0][second], lists[0][first]
+    must_raise("another order", lambda: simulate(lists, cost))
     want = ["01..aa.bb", ".0aa1bb.."]
     require(chart(one_f_one_b(2, 2), cost) == want, f"the chart of 1F1B is {chart(one_f_one_b(2, 2), cost)}")
 
@@ -3639,7 +3655,11 @@ def check_pipeline():
                 return model, sum(each.detach() for each in losses)
             stages = [Stage(model, c * p + rank, schedule.chunks * p, queue) for c in range(schedule.chunks)]
             like = torch.empty(*parts[0].shape, model.config.dim, dtype=model.classifier.dtype, device=here())
+            sent.clear()
             found = run_pipeline(schedule.lists(p, m)[rank], stages, queue, parts, loss, groups, like)
+            neighbours = 2 * schedule.chunks - (rank == 0) - (rank == p - 1)  # every chunk's, but for both ends
+            want = neighbours * m * like.nbytes
+            require(sent["send"] == want, f"{sent['send']} bytes sent to other stages, not {want}")
         held, given = {q for s in stages for q in s.parameters()}, {q for q in model.parameters() if q.grad is not None}
         require(given == held, "gradients of what the stages do not hold")
         return model, found
@@ -3835,10 +3855,13 @@ def check_lean():
     device, T, layers, dim = base.default_device(), 12, 2, 96
     tokens = torch.randint(64, (2, T), generator=torch.Generator().manual_seed(0)).to(device)
     results, kept = {}, {}
-    for way in ("plain", "kept", "lean", *(["kernel"] if base.HAS_TRITON else []), "forged", "lean, forged"):
+    for way in ("plain", "kept", "lean", *["kernel"] * base.HAS_TRITON, "forged", "lean, forged", "recomputed",
+                "kept, recomputed"):
         model = small_model(device, layers, dim, T)
-        if way not in ("plain", "forged"):
-            lean(model, compiled=False, remake=way != "kept", kernel=way == "kernel")
+        if way not in ("plain", "forged", "recomputed"):
+            lean(model, compiled=False, remake=not way.startswith("kept"), kernel=way == "kernel")
+        if way.endswith("recomputed"):
+            recompute(model)
         if way.endswith("forged"):
             forging.forge(model, forging.SGD(), data_parallel=1).arm(0.1, 1)
         # Flash attention may add up in any order on a GPU; the plain one keeps other things.
@@ -3853,6 +3876,8 @@ def check_lean():
     for way in ("lean", "kernel") if device.type == "cpu" and base.HAS_TRITON else ():
         saved, formula = kept["kept"] - kept[way], lean_saving(model.config, tokens.numel(), 4, kernel=way == "kernel")
         require(abs(saved / formula - 1) < 0.01, f"{way} saves {saved} bytes, the formula says {formula}")
+    one = kept["kept, recomputed"] == kept["recomputed"]
+    require(one, f"recomputed lean layers leave {kept['kept, recomputed']} bytes, plain ones {kept['recomputed']}")
     check_lean_state(small_model(device, layers, dim, T))
     block, angles = model.blocks[0], (model.cos, model.sin)
     for heads in (4, 5) if base.HAS_TRITON else ():
@@ -4965,8 +4990,8 @@ notes = []  # lines that are printed after the rows
 CHECKS = [check_groups, check_data_parallel, check_zero, check_tensor_parallel, check_vocabulary, check_forge]
 CHECKS += [check_wide_rules, check_schedules, check_pipeline, check_context, check_memory_instead]
 CHECKS += [check_elsewhere]
-BY_ONE = [check_lean, check_simulator, check_uneven, check_flow, check_skip, check_planner, check_slow, check_keys,
-          check_elastic]
+BY_ONE = [check_harness, check_lean, check_simulator, check_uneven, check_flow, check_skip, check_planner, check_slow]
+BY_ONE += [check_keys, check_elastic]
 MEASUREMENTS = [measure_activations, measure_memory_instead, measure_plans]
 ON_GPUS = [measure_bubbles, measure_overlap, measure_tensor, measure_vocabulary, measure_ring, measure_uneven]
 ON_GPUS += [measure_energy]
