@@ -7,9 +7,9 @@ The problem in one number
     where only the order of sums differs, and bit for bit where not even that does.
 
 What is cut          n ranks, P parameters, Psi their bytes      what a rank sends in a step          in production
-    2 data           tokens; ZeRO: states, gradients, weights    2 Psi (n-1)/n; ZeRO-3: 3 Psi         DDP, FSDP2
+    2 data           tokens; ZeRO: states, gradients, weights    2 Psi (n-1)/n; ZeRO-3: 3 for 2       DDP, FSDP2
     3 tensor         every matrix, by outputs, then by inputs    4 activations a layer, 2 (n-1)/n of  DTensor
-    4 vocabulary     the classifier                              one MAX, one SUM of 2 N numbers      loss_parallel
+    4 vocabulary     the classifier                              MAX of N, SUM of 2 N numbers; dE      loss_parallel
     6 pipeline       layers; idle time / work = (p - 1) / m      an activation a cut, each way        pipelining
     7 context        positions of one sequence                   keys, values and their gradients     context_parallel
     8 memory         nothing: make it again, or put it away      nothing                              save_on_cpu
@@ -20,7 +20,7 @@ A reading path
     Sections 1 to 3 first, in order: processes, sums, and f and g, of which nearly all else is made. Then 6 (lists of
     operations, simulated and executed alike), 7 (attention by blocks), 8 (three ways to keep less). 4 and 5 join 02, 03
     and 04 to the cuts. Sections 9 to 12 decide: policies, played by the simulator of section 6, and a planner. 13 goes
-    on when a rank is killed. train.py uses 1, 3, 4, 5, 8 and the planner; 06 and 07 the harness of section 1.
+    on when a rank is killed. train.py uses 1, 3, 4, 5, 8 and the planner; 06 the harness and section 13; 07 all cuts.
 
 Symbols
     n ranks of a group; B sequences, T positions, N = B T tokens; D width, L layers, V classes, H heads of d = D/H.
@@ -109,6 +109,7 @@ triton, tl = cce.triton, cce.tl
 #
 # In production torchrun starts one agent a machine, which starts the ranks, lets machines find each other (rendezvous)
 # and starts all again when one dies. train.py takes both ways in: join_group reads the same environment.
+# (spare, replace, seat and gone/RANK below are for section 13, where ranks are killed: skip them on a first reading.)
 
 LAST_MOMENT = 10  # seconds to end in: of a replacement when all others have, of all when the parent is gone
 
@@ -224,9 +225,9 @@ def spawn(fn, ranks, device="cpu", args=(), timeout=300, grace=30, spare=0, repl
         raise SystemExit(128 + signum)
 
     handlers = {signal.SIGTERM: terminated, signal.SIGINT: signal.default_int_handler}  # ignored after a script's `&`
-    previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it tells of each process that it ends
     family = _Family(fn, ranks, device, args, timeout, spare, replace)
+    previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         family.start(0, ranks)
         family.watch()
@@ -260,8 +261,8 @@ def enough_queues():
 
 def fleet(function, ranks, *arguments, stage, device=None, timeout=TIMEOUT, spare=0, replace=False):
     """{rank: what function(*arguments) returned there} of new processes, by rank. function: a name in `stage`, a file's
-    globals(), whose planted bugs the processes have, too. spare, replace: as in spawn(). What went wrong is raised
-    here, as one line: AssertionError or ValueError as there, OSError for anything else."""
+    globals(), whose planted bugs (of its BREAKS, near the end of this file) the processes have, too. spare, replace: as
+    in spawn(). What went wrong is raised here, in one line: AssertionError or ValueError as there, else OSError."""
     planted = [name for name, (_, attribute, bug) in stage["BREAKS"].items() if stage[attribute] is bug]
     enough_queues()
     with tempfile.TemporaryDirectory() as folder:
@@ -282,11 +283,12 @@ def error_of_ranks(folder, error):
     if not said:
         return OSError(f"a rank ended before its work: {str(error).strip().splitlines()[-1]}")
     known = {"AssertionError": AssertionError, "BadInput": base.BadInput, "ValueError": ValueError}
-    kinds = {kind for kind, _ in said.values()}
-    worst = next((kind for kind in known if kind in kinds), said[min(said)][0])
-    texts = {text: [rank for rank in sorted(said) if said[rank] == (kind, text)]
-             for kind, text in said.values() if kind == worst}
-    return known.get(worst, OSError)("; ".join(f"rank {str(who)[1:-1]}: {text}" for text, who in texts.items()))
+    kinds = [kind for _, (kind, _) in sorted(said.items())]
+    worst, texts = next((kind for kind in known if kind in kinds), kinds[0]), {}
+    for rank, (kind, text) in sorted(said.items()):
+        if kind == worst:
+            texts.setdefault(text, []).append(str(rank))
+    return known.get(worst, OSError)("; ".join(f"rank {', '.join(ranks)}: {text}" for text, ranks in texts.items()))
 
 
 def run_in_fleet(stage, function, planted, folder, arguments):
@@ -337,7 +339,7 @@ def here():
 #
 #                tp 0    tp 1                  tp 0    tp 1
 #        dp 0      0 ----- 1           dp 0      4 ----- 5            rank 5 is in three groups:
-#                  |       |                     |       |              tp [4, 5]   sums twice a layer: fastest links
+#                  |       |                     |       |              tp [4, 5]   four sums a layer: fastest links 
 #        dp 1      2 ----- 3           dp 1      6 ----- 7              dp [5, 7]   sums gradients once a step
 #               pp 0: first layers            pp 1: last layers         pp [1, 5]   hands on an activation: slowest
 #
@@ -348,7 +350,8 @@ def here():
 
 class Groups(NamedTuple):
     """The process groups of this rank along each axis, None where the axis has size 1. `data`: dp and cp together, all
-    ranks that see other tokens through the same weights, whose gradients are summed. mesh: (pp, dp, cp, tp), ranks."""
+    ranks that see other tokens through the same weights, whose gradients are summed. mesh: (pp, dp, cp, tp), ranks.
+    wires: section 6's, once they are made."""
 
     dp: dist.ProcessGroup | None
     pp: dist.ProcessGroup | None
@@ -356,6 +359,7 @@ class Groups(NamedTuple):
     tp: dist.ProcessGroup | None
     data: dist.ProcessGroup | None
     mesh: torch.Tensor
+    wires: dict
 
 
 def make_groups(dp=1, pp=1, cp=1, tp=1, timeout=600):
@@ -375,7 +379,7 @@ def make_groups(dp=1, pp=1, cp=1, tp=1, timeout=600):
     lines = functools.partial(along, ranks, timeout=timeout)
     DP, CP = lines(1), lines(2)
     data = DP if cp == 1 else CP if dp == 1 else lines(1, 2)  # every group costs connections and, on a GPU, memory
-    return Groups(DP, lines(0), CP, lines(3), data, ranks)
+    return Groups(DP, lines(0), CP, lines(3), data, ranks, {})
 
 
 def along(mesh, *axes, timeout=600):
@@ -387,15 +391,10 @@ def along(mesh, *axes, timeout=600):
     return dist.new_subgroups_by_enumeration(lines.tolist(), timeout=datetime.timedelta(seconds=timeout))[0]
 
 
-meshes = {}
-
-
+@functools.cache
 def mesh(dp=1, pp=1, cp=1, tp=1):
     """make_groups, once for each mesh."""
-    sizes = dp, pp, cp, tp
-    if sizes not in meshes:
-        meshes[sizes] = make_groups(*sizes, timeout=TIMEOUT)
-    return meshes[sizes]
+    return make_groups(dp, pp, cp, tp, TIMEOUT)
 
 
 arrivals = Counter()
@@ -441,7 +440,7 @@ def count(kind, nbytes, group):
 
 
 def all_reduce(x, group, op=dist.ReduceOp.SUM):
-    """The sum over the group of x, any shape, as a new tensor."""
+    """The sum (or what `op` says) over the group of x, any shape, as a new tensor."""
     out = x.clone(memory_format=torch.contiguous_format)
     if group is not None:
         dist.all_reduce(out, op, group=group)
@@ -497,7 +496,7 @@ def shares(total, n):
 # means is another number when they have unequally many (padding, masks): --break mean-of-means.
 #
 # In production: DistributedDataParallel does v2 with a reducer in C++, may let .grad be views of its buckets, finds
-# parameters that a rank did not use, and takes hooks that compress.
+# parameters that a rank did not use, and takes hooks that compress. It divides the sum by n, FSDP2 does, too.
 
 
 def sum_gradients(parameters, group):
@@ -533,7 +532,7 @@ class Buckets:
         """Autograd's hook: this backward pass has added all that it will add to p.grad."""
         if not self.enabled:
             return
-        if self.place[p][0] < self.next:
+        if p not in self.missing[self.place[p][0]]:
             raise RuntimeError("a second backward pass before finish(): the first one's gradients are on their way")
         self.take(p)
         while self.next < len(self.lists) and not self.missing[self.next]:
@@ -544,8 +543,7 @@ class Buckets:
         i, at = self.place[p]
         if i not in self.flat:
             numbers = sum(p.numel() for p in self.lists[i])
-            room = -(-numbers // self.multiple) * self.multiple
-            self.flat[i] = p.new_zeros(room)
+            self.flat[i] = p.new_zeros(-(-numbers // self.multiple) * self.multiple)
         if p.grad is not None:
             self.flat[i][at : at + p.numel()].copy_(p.grad.reshape(-1))
             p.grad = None
@@ -611,7 +609,7 @@ class DataParallel(Buckets):
     def __init__(self, parameters, group, bucket_mib):
         lists, room = [], 0
         for p in reversed(parameters):  # backward makes the last layer's gradients first
-            if room < p.nbytes or lists[-1][0].dtype != p.dtype:
+            if not lists or room < p.nbytes or lists[-1][0].dtype != p.dtype:
                 lists.append([])
                 room = bucket_mib * MIB
             lists[-1].append(p)
@@ -646,11 +644,11 @@ def start_all_reduce(i, flat, group):
 # One layer under stage 3, whose weights travel three times (forward, backward, and as gradients) where they travel
 # twice in stages 0 to 2:
 #
-#                   forward                         backward                                       step
-#     links         gather                          gather                  reduce-scatter
-#     weights    part | WHOLE  | part ...........  part | WHOLE  | part ..........................  new part
-#     GPU              x -> y                            dy -> dx, dW
-#     gradients                                                  | WHOLE | part ....................| none
+#                forward                         backward                                        step
+#     links      | gather |                      | gather |               | reduce-scatter |
+#     weights    part     | WHOLE  | part ..............  | WHOLE         | part ............... | new part
+#     GPU                 | x -> y |                      | dy -> dx, dW  |
+#     gradients                                           | grow          | WHOLE          | part | none
 #
 # In production: FSDP2's fully_shard(block) cuts each parameter for itself (a DTensor, which optimizers and checkpoints
 # know how to handle), and gathers the next layer's weights while this one computes; ours are waited for.
@@ -668,8 +666,8 @@ class Unit:
     def __init__(self, parameters, group, drops, options):
         self.parameters, self.group, self.drops = parameters, group, drops
         n = size(group)
-        room = -(-sum(p.numel() for p in parameters) // n) * n
-        self.flat = parameters[0].new_zeros(room)
+        padded = -(-sum(p.numel() for p in parameters) // n) * n
+        self.flat = parameters[0].new_zeros(padded)
         for p, view in zip(parameters, views(self.flat, parameters), strict=True):
             view.copy_(p.detach())
             p.data = view
@@ -677,7 +675,7 @@ class Unit:
         # What the optimizer steps: the part itself, or its fp32 master where weights are narrower.
         self.master = nn.Parameter(self.part.to(torch.promote_types(self.part.dtype, torch.float32)))
         self.optimizer = torch.optim.AdamW([self.master], **options)
-        self.gradient = None  # (room / n), a sum over ranks, between finish() and step()
+        self.gradient = None  # (padded / n), a sum over ranks, between finish() and step()
         self.drop()
 
     def part_of(self, flat):
@@ -695,7 +693,8 @@ class Unit:
         if self.group is None:
             self.flat.copy_(self.part)
         else:
-            gather_single(self.flat, self.part.clone(), group=self.group)
+            part = self.part if self.drops else self.part.clone()  # which lies in the flat vector
+            gather_single(self.flat, part, group=self.group)
             count("all-gather", self.flat.nbytes, self.group)
 
     def drop(self):
@@ -734,18 +733,22 @@ class Zero:
     """ZeRO stages 2 and 3 of a GPT of 01. Its units are the embedding, each block, and the rest: last norm, classifier.
 
     Use: backward(); finish(); step(). Gradients are SUMS over ranks, of one backward pass a step. `adamw`: what
-    torch.optim.AdamW takes. All ranks start from equal weights, all of them trained. ValueError for another stage, and
-    in stage 3 for a classifier tied to the embedding, which would be dropped before the loss reads it."""
+    torch.optim.AdamW takes. All ranks start from equal weights. ValueError for another stage, frozen weights, a unit of
+    two dtypes, and in stage 3 a classifier tied to the embedding, which would be dropped before the loss reads it."""
 
     def __init__(self, model, group, stage, **adamw):
         if stage not in (2, 3):
             raise base.BadInput(f"stage is {stage!r}: use 2 or 3 (0 is data_parallel)")
         if stage == 3 and model.classifier is model.embedding.weight:
             raise base.BadInput("stage 3 with a classifier tied to the embedding: use stage 2, or a copy of the weight")
+        if not all(p.requires_grad for p in model.parameters()):
+            raise base.BadInput("a frozen parameter: ZeRO steps all of them: train it, or use data_parallel")
         modules = [model.embedding, *model.blocks]
         lists = [list(module.parameters()) for module in modules]
         inside = {p for parameters in lists for p in parameters}
         lists.append([p for p in model.parameters() if p not in inside])
+        if any(len({p.dtype for p in parameters}) > 1 for parameters in lists):
+            raise base.BadInput("ZeRO's units are flat vectors, of one dtype each: cast the model to one")
         self.units = [Unit(parameters, group, stage == 3, adamw) for parameters in lists]
         backwards = self.units[::-1]  # the order in which backward finishes them
         self.buckets = Buckets([unit.parameters for unit in backwards],
@@ -777,16 +780,16 @@ class Zero:
 
 # ==== 3. Tensor parallel: a matrix is cut, the activations between two cuts are narrower ==============================
 #
-# Two matrices with anything elementwise between them, z = B f(A x): cut A by outputs and B by inputs,
+# Two matrices with anything elementwise between them, z = B act(A x): cut A by outputs and B by inputs,
 #
-#         x ---+--> A1 --> f --> B1 --+                   A = [A1]      B = [B1 B2]
-#              |                      + --> z                 [A2]
-#         x ---+--> A2 --> f --> B2 --+                   z = B1 f(A1 x) + B2 f(A2 x)
+#         x --f--+--> A1 --> act --> B1 --+                A = [A1]      B = [B1 B2]
+#                |                        +--g--> z            [A2]
+#                +--> A2 --> act --> B2 --+                z = B1 act(A1 x) + B2 act(A2 x)
 #
 # and nothing has to be said in the middle. At both ends stands one sum, and calculus says where:
 #
 #     1. z is a sum over ranks of what each made:       g, forward:  all-reduce.
-#     2. dz is then the same on all ranks, as z is; d(B1 f) = dz: g, backward: nothing.
+#     2. dz is the same on all ranks, as z is, and what a term of a sum gets is dz itself: g, backward: nothing.
 #     3. Forward, x is the same on all ranks:           f, forward:  nothing.
 #     4. But x feeds all of them, so dx is a sum over its uses, A1^T dy1 + A2^T dy2: f, backward: all-reduce.
 #     5. So f and g are each other's transposes. Leave f's sum out and loss and all gradients of THIS layer are right;
@@ -794,9 +797,9 @@ class Zero:
 #     6. A layer has two such pairs (qkv and proj around attention: heads are independent; up and down): 4 sums.
 #
 # Sequence parallelism. Between g and the next f, all ranks do the same to the same stream: norms, additions. Cut it
-# along T instead: an all-reduce is a reduce-scatter and an all-gather, so g becomes the first and f the second, as many
-# bytes in all, and each rank keeps 1/n of the stream. Only a norm's weight then sees a part of the positions: its
-# gradient is summed over ranks: --break no-norm-sum.
+# along T instead: an all-reduce is a reduce-scatter and an all-gather, so g becomes the first and f the second, for as
+# many bytes (and two gathers a layer more, as the gathered X is not kept), and each rank keeps 1/n of the stream. Only
+# a norm's weight then sees a part of the positions: its gradient is summed over ranks: --break no-norm-sum.
 #
 #     activations kept, elements a token and layer (01's 18 D):    outside    inside the cuts
 #     one GPU                                                       4 D        14 D
@@ -844,30 +847,24 @@ def as_product(x):
     return x.to(torch.get_autocast_dtype(kind)) if cast else x
 
 
-class Again(NamedTuple):
-    """What saved_as leaves in place of a tensor."""
-
-    shape: torch.Size
-
-
 def saved_as(tensor, remake):
-    """A context: autograd, asked to save `tensor` or a view of it for backward, notes the shape alone, and calls
-    remake() when backward wants it. Autograd lets us stand between it and what it saves by a pair of functions: pack,
-    whose result is kept, and unpack, which gets that back."""
+    """A context: autograd, asked to save `tensor` or a row-major view of it for backward, keeps the shape alone, and
+    calls remake() when backward wants it. Autograd lets us stand between it and what it saves by a pair of functions:
+    pack, whose result is kept (a shape, here, stands for the tensor), and unpack, which gets that back."""
     place = tensor.untyped_storage().data_ptr()
-    pack = lambda t: Again(t.shape) if t.untyped_storage().data_ptr() == place else t  # noqa: E731
-    unpack = lambda t: remake().view(t.shape) if isinstance(t, Again) else t  # noqa: E731
+    pack = lambda t: t.shape if t.untyped_storage().data_ptr() == place else t  # noqa: E731
+    unpack = lambda t: remake().view(t) if isinstance(t, torch.Size) else t  # noqa: E731
     return saved_tensors_hooks(pack, unpack)
 
 
-def cut(module, name, dim, group, origins, path):
-    """Keep this rank's share of a parameter's dimension `dim`; its origin in the whole goes into `origins`."""
+def cut(module, name, dim, group):
+    """Keep this rank's share of a parameter's dimension `dim`: (start, stop), which is returned. The weight notes its
+    `cut`, dim, and its `origin`, (row, column) of its first element in the whole."""
     weight = getattr(module, name)
     start, stop = shares(weight.shape[dim], size(group))[rank_in(group)]
-    origins[path] = (start, 0) if dim == 0 else (0, start)
-    mine = weight.detach().narrow(dim, start, stop - start).clone()
-    setattr(module, name, nn.Parameter(mine, requires_grad=weight.requires_grad))
-    getattr(module, name).cut = dim
+    mine = nn.Parameter(weight.detach().narrow(dim, start, stop - start).clone(), weight.requires_grad)
+    mine.cut, mine.origin = dim, (start, 0) if dim == 0 else (0, start)
+    setattr(module, name, mine)
     return start, stop
 
 
@@ -877,33 +874,32 @@ def refuse_bias(linear):
         raise base.BadInput("a linear layer with a bias cannot be cut here: use bias=False, as 01's GPT does")
 
 
-def column_linear(linear, group, sequence, **where):
+def column_linear(linear, group, sequence):
     """Y = X A^T cut by outputs: rank r makes columns of Y. With `sequence` the gathered X is not kept for dW: its own
     positions are, and backward gathers them again (arXiv 2205.05198). ValueError if the layer has a bias."""
     refuse_bias(linear)
-    cut(linear, "weight", 0, group, **where)
+    cut(linear, "weight", 0, group)
 
     def forward(x):
         x = as_product(x)  # (B, T or T/n, K)
         full = enter(x, group, sequence)  # (B, T, K)
-        hooks = saved_as(full, lambda: gather(x.detach(), group)) if sequence else contextlib.nullcontext()
-        with hooks:
+        with saved_as(full, lambda: gather(x.detach(), group)) if sequence else contextlib.nullcontext():
             return type(linear).forward(linear, full)
 
     linear.forward = forward
 
 
-def row_linear(linear, group, sequence, **where):
+def row_linear(linear, group, sequence):
     """Z = Y B^T cut by inputs: rank r has columns of Y and makes a part of the sum Z. ValueError as above."""
     refuse_bias(linear)
-    cut(linear, "weight", 1, group, **where)
+    cut(linear, "weight", 1, group)
     linear.leave = functools.partial(leave, group=group, sequence=sequence)
     linear.forward = lambda y: linear.leave(type(linear).forward(linear, y))
 
 
-def cut_embedding(embedding, group, sequence, **where):
+def cut_embedding(embedding, group, sequence):
     """Each rank looks up the tokens of its range of classes, 0 for others; the sum has one term that is not 0."""
-    start, stop = cut(embedding, "weight", 0, group, **where)
+    start, stop = cut(embedding, "weight", 0, group)
 
     def forward(tokens):
         mine = (tokens >= start) & (tokens < stop)  # (B, T)
@@ -919,24 +915,26 @@ def tensor_parallel(model, group, sequence=False):
 
     With `sequence`, what lies between the cut matrices (stream, norms) is cut along T: E comes out as (B, T/n, D). The
     loss is vocab_parallel_cross_entropy. Returns {name: (row, column)} of each cut matrix's first element in the whole:
-    forge()'s `origins`. ValueError if the heads cannot be shared out. arXiv 1909.08053, 2205.05198."""
-    n, heads, origins = size(group), model.config.heads, {}
+    forge()'s `origins`. ValueError if the heads cannot be shared out, or the classifier is tied. arXiv 1909.08053,
+    2205.05198."""
+    n, heads = size(group), model.config.heads
     if heads % n:
         raise base.BadInput(f"{heads} heads over {n} tensor-parallel ranks: use a tp that divides the number of heads")
+    if model.classifier is model.embedding.weight:
+        raise base.BadInput("a classifier tied to the embedding would be cut twice: give it a copy of the weight")
     if n == 1:
-        return origins
-    where = lambda path: dict(origins=origins, path=path)  # noqa: E731
-    cut_embedding(model.embedding, group, sequence, **where("embedding.weight"))
-    cut(model, "classifier", 0, group, **where("classifier"))
-    for i, block in enumerate(model.blocks):
+        return {}
+    cut_embedding(model.embedding, group, sequence)
+    cut(model, "classifier", 0, group)
+    for block in model.blocks:
         for name, kind in (("qkv", column_linear), ("proj", row_linear), ("up", column_linear), ("down", row_linear)):
             if hasattr(block, name):  # 07's layers have experts instead of up and down
-                kind(getattr(block, name), group, sequence, **where(f"blocks.{i}.{name}.weight"))
+                kind(getattr(block, name), group, sequence)
     if sequence:  # a norm saw only this rank's positions
         for name, p in model.named_parameters():
             if "norm" in name:
                 p.register_hook(functools.partial(sum_norm_gradient, group=group))
-    return origins
+    return {name: p.origin for name, p in model.named_parameters() if hasattr(p, "origin")}
 
 
 def sum_norm_gradient(gradient, group):
@@ -1002,7 +1000,8 @@ def vocab_parallel_cross_entropy(
 # Tensor and sequence parallel: it has all tokens, and so all of dW for its shard. forge() works as it is, with the
 # origins that tensor_parallel returns, so that each element has the noise and the codes that it has in the whole model.
 # Data parallel: it has not, dW is a sum over ranks; forge() refuses. Or factors are gathered, dW being dY^T X of ALL
-# tokens: n N (M + K) (n-1)/n numbers sent, fewer than a sum's 2 M K (n-1)/n while n N < 2 M K / (M + K): exercise 6.
+# n N tokens: n N (M + K) (n-1)/n numbers sent, fewer than a sum's 2 M K (n-1)/n while n N < 2 M K / (M + K):
+# exercise 6.
 # Rules that look at more than an element, Muon and Adam-mini, need the whole matrix, or the whole row:
 
 
@@ -1029,8 +1028,8 @@ def muon_traffic(M, K, n, itemsize=2):
 # run_pipeline() executes the same lists, and a new schedule is a new list. Below, p = 3 and m = 6, a row a rank, to the
 # right time: digits are forwards (F = 1) and letters backwards (B + W = 2) of micro-batches 0, 1, ... and a, b, ...
 #
-# In production: torch.distributed.pipelining splits models by tracing, infers what is sent, and has the schedules below
-# and V-shaped ones, as lists, too.
+# In production: torch.distributed.pipelining splits models by tracing, or takes stages cut by hand, infers what is
+# sent, and has GPipe, 1F1B, interleaved, and zero-bubble schedules of several chunks a rank, as lists, too.
 
 
 class Op(NamedTuple):
@@ -1054,8 +1053,8 @@ def gpipe(p, m):
     return [[Op(kind, i) for kind in "FB" for i in range(m)] for _ in range(p)]
 
 
-# 1F1B. The same bubble in another place, and p - rank micro-batches alive instead of m: rank r needs r' = p - 1 - r
-# forwards of its own before the first backward can come back to it, and then never more.
+# 1F1B. The same bubble in another place, and p - rank micro-batches alive instead of m: rank r has done p - r forwards
+# when the first backward comes back to it, and from then on does one for one.
 #
 #     012....aa3bb4cc5dd.ee.ff
 #     .01..aa2bb3cc4dd5ee.ff..
@@ -1107,7 +1106,8 @@ def interleaved(p, m, chunks=2):
 
 # Zero bubble. The rank before waits for a backward's dX, nobody for its dW. Split them (B, W = 1 each; W is * below),
 # hand dX on at once, and fill the waiting with W. ZB-H1 lets rank r make each W r turns later, so that none holds more
-# than 1F1B's first rank does. Idle: (p - 1)(F + B - W), in work m (F + B + W), as long as F + B >= W.
+# than 1F1B's first rank does. Idle: (p - 1)(F + B - W), in work m (F + B + W), while W is no longer than F or than B,
+# and m >= p.
 #
 #     012..a*3b*4c*5d*e*f*
 #     .01.a2b*3c*4d*5e*f**
@@ -1128,8 +1128,8 @@ def zero_bubble(p, m):
 
 
 class Schedule(NamedTuple):
-    """lists(p, m): the operations of each rank. bubble(p, m): idle time / work with F = B = W = 1, said by `formula`.
-    peak(p, m, rank): micro-batches (times chunks) in flight. chunks: thin stages a rank."""
+    """lists(p, m): the operations of each rank. bubble(p, m): idle time / work with F = B = W = 1 (zero-bubble's for
+    m >= p), said by `formula`. peak(p, m, rank): micro-batches (times chunks) in flight. chunks: thin stages a rank."""
 
     lists: object
     formula: str
@@ -1253,24 +1253,12 @@ def chart(lists, cost):
 
 
 class WeightQueue:
-    """Where linear layers leave the weight half of their backward: it is done at once, or between hold() and take()
-    kept, to be done later."""
+    """Where linear layers leave the weight half of their backward: it is done at once, or put in the list `waiting`."""
 
-    def __init__(self):
-        self.waiting = None
-
-    def hold(self):
-        self.waiting = []
+    waiting = None
 
     def put(self, work):
-        if self.waiting is None:
-            work()
-        else:
-            self.waiting.append(work)
-
-    def take(self):
-        waiting, self.waiting = self.waiting, None
-        return waiting
+        work() if self.waiting is None else self.waiting.append(work)
 
 
 class _SplitLinear(torch.autograd.Function):
@@ -1297,14 +1285,16 @@ class _SplitLinear(torch.autograd.Function):
             else:  # 16-bit products of fp32 weights
                 weight.grad += dY.T @ X
 
-        ctx.queue.put(add)
+        if ctx.needs_input_grad[1]:
+            ctx.queue.put(add)
         return (dy @ W.to(dy.dtype)).to(ctx.dtype), None, None
 
 
 class Stage(nn.Module):
     """Stage `index` of `count` of a GPT: its share of the blocks; the first also embeds and normalises, the last
-    normalises and has the classifier. Linear layers leave dW to `queue`. ValueError for layers with a bias, and for
-    layers that tensor_parallel has cut: Stage replaces their forward, and with it their sums."""
+    normalises and has the classifier. Linear layers leave dW to `queue`. A tied classifier is two copies here, whose
+    gradients somebody has to sum. ValueError for layers with a bias, and for those that lean() or tensor_parallel
+    changed: Stage replaces their forward, and with it their sums."""
 
     def __init__(self, model, index, count, queue):
         super().__init__()
@@ -1312,18 +1302,22 @@ class Stage(nn.Module):
         self.blocks = model.blocks[start:stop]
         self.cos, self.sin = model.cos, model.sin
         if index == 0:
-            self.embed, self.embedding = model.embed, model.embedding
+            self.embedding = model.embedding
         if index == count - 1:
             self.norm, self.classifier = model.norm, model.classifier
         linears = [module for module in self.blocks.modules() if isinstance(module, nn.Linear)]
         if any(hasattr(linear.weight, "cut") for linear in linears):
             raise base.BadInput("a stage of layers that are cut (tensor_parallel): use pp with dp alone")
+        if any(isinstance(block.forward, LeanLayer) for block in self.blocks):
+            raise base.BadInput("a stage of lean layers: they hand on a stream and a branch: leave lean() out")
         for linear in linears:
             refuse_bias(linear)
             linear.forward = lambda x, linear=linear: _SplitLinear.apply(x, linear.weight, queue)
 
     def forward(self, x):
-        x = self.embed(x) if hasattr(self, "embed") else x  # tokens (B, T), or the stream (B, T, D)
+        if x.shape[1] > len(self.cos):
+            raise base.BadInput(f"{x.shape[1]} positions: this model was built for seq = {len(self.cos)}")
+        x = base.GPT.embed(self, x) if hasattr(self, "embedding") else x  # of tokens (B, T), the stream (B, T, D)
         for block in self.blocks:
             x = block(x, self.cos[: x.shape[1]], self.sin[: x.shape[1]])
         return self.norm(x) if hasattr(self, "norm") else x
@@ -1339,15 +1333,12 @@ class Stage(nn.Module):
 #
 # (p - 1 -> 0 is for interleaved chunks. With p odd, rank 0 would both send and receive on the even wire.)
 
-wired = {}
-
-
 def wires_of(groups):
     """{(kind, 0, 1 or 2 for even, odd, last senders): a group of the whole pipeline}. Made once, by all ranks."""
-    if groups.pp not in wired:
-        colors = 2 + size(groups.pp) % 2
-        wired[groups.pp] = {(kind, color): along(groups.mesh, 0) for kind in "FB" for color in range(colors)}
-    return wired[groups.pp]
+    if not groups.wires:
+        colors = range(2 + size(groups.pp) % 2)
+        groups.wires.update({(kind, color): along(groups.mesh, 0) for kind in "FB" for color in colors})
+    return groups.wires
 
 
 class Neighbours:
@@ -1406,13 +1397,11 @@ def run_pipeline(ops, stages, queue, inputs, loss, groups, like):
             alive[key] = x, y
         elif op.kind == "B":
             x, y = alive.pop(key)
-            if split:
-                queue.hold()
+            queue.waiting = [] if split else None
             y.backward(None if stage == ends else others.receive("B", rank + 1))
             if stage:
                 others.send("B", x.grad, rank - 1)
-            if split:
-                weights[key] = queue.take()
+            weights[key], queue.waiting = queue.waiting, None
             del x, y  # and what they keep
         else:
             works = weights.pop(key)
@@ -1435,7 +1424,7 @@ def run_pipeline(ops, stages, queue, inputs, loss, groups, like):
 # Formulas. A block of keys gives a softmax over these keys alone, and its log-sum-exp; two such are one over both
 # (merge): out = out_a e^(lse_a - lse) + out_b e^(lse_b - lse), lse = log(e^lse_a + e^lse_b), as 02 joins blocks of
 # classes. Backward, with S = Q K^T / sqrt(d), P = e^(S - lse) of the FINAL lse, and dO the gradient of out:
-#     dV = P^T dO      dP = dO V^T      dS = P (dP - rowsum(dO out)) / sqrt(d)      dQ = dS K      dK = dS^T Q
+#     dV = P^T dO     dP = dO V^T     dS = P (dP - rowsum(dO out))     dQ = dS K / sqrt(d)     dK = dS^T Q / sqrt(d)
 # Every block's part follows from its own keys and two numbers a query, lse and rowsum(dO out). Keys and values go round
 # again, and dK, dV with them, growing, until they are home.
 #
@@ -1446,8 +1435,8 @@ def run_pipeline(ops, stages, queue, inputs, loss, groups, like):
 #     contiguous, ranks      0  0  1  1  2  2  3  3      3   7   11  15                 1.67
 #     zigzag, ranks          0  1  2  3  3  2  1  0      9   9   9   9                  1
 #
-# In production: torch's context_parallel() swaps attention for a ring under a context manager (with zigzag order as its
-# load balancer); in Megatron and TransformerEngine kernels take part that merge in place.
+# In production: torch's context_parallel() swaps attention, under a context manager, for one that gathers keys and
+# values, or passes them on (set_rotate_method), in zigzag order; TransformerEngine has kernels that merge in place.
 
 
 def chunks_of(rank, n, zigzag):
@@ -1539,7 +1528,7 @@ def pass_on(x, group):
     return arriving, (dist.batch_isend_irecv(swap), x)
 
 
-def wait(handles):
+def arrive(handles):
     for work in handles[0]:
         work.wait()
 
@@ -1573,7 +1562,7 @@ class _RingAttention(torch.autograd.Function):
                 out, lse = block_attention(Q[i], K, V, causal=mine[i] == theirs[j])
                 found[i] = merge(found[i], (out, lse)) if found[i] else (*wide(out), lse)
             if step < n - 1:
-                wait(handles)
+                arrive(handles)
                 kv = arriving
         out = torch.cat([out for out, _ in found], 2).to(q.dtype)
         lse = torch.cat([lse for _, lse in found], 2)
@@ -1603,15 +1592,15 @@ class _RingAttention(torch.autograd.Function):
                 dQ[i].add_(dq_part)
                 parts[j].add_(torch.stack((dk, dv)))
             if travelling:  # what the ranks before have made of it
-                wait(travelling)
+                arrive(travelling)
                 dkv += returning
             if n > 1:
                 returning, travelling = pass_on(dkv, group)
             if step < n - 1:
-                wait(handles)
+                arrive(handles)
                 kv = arriving
         if n > 1:
-            wait(travelling)
+            arrive(travelling)
             dkv = returning
         return dq.to(q.dtype), *dkv.to(k.dtype).unbind(), None, None
 
@@ -1877,8 +1866,9 @@ def lean(model, compiled=True, remake=True, kernel=None):
     elements a token and layer in place of 18; of the embedding, unless it is cut over ranks, the tokens alone.
 
     Together with recompute() or Offload pass remake=False: what `remake` keeps, they would not see. With it no hooks of
-    `down` run. E comes out in the products' dtype. For training alone: without gradients, where shapes vary, the model
-    runs as it was. kernel: whether q and k are turned by turn_kernel (on GPUs with Triton)."""
+    `down` run. Under sequence parallelism column_linear keeps the norms. E comes out in the products' dtype. For
+    training alone: without gradients, where shapes vary, the model runs as it was. kernel: whether q and k are turned
+    by turn_kernel (on GPUs with Triton)."""
     fuse = functools.partial(torch.compile, fullgraph=True, dynamic=False) if compiled else lambda function: function
     fused = SimpleNamespace(norm=fuse(normed), add_norm=fuse(add_normed), gelu=fuse(F.gelu), gelu_back=fuse(gelu_back),
                             norm_back=fuse(norm_back))
@@ -1912,9 +1902,9 @@ def lean_saving(config, tokens, width, experts=False, cut=1, kernel=True):
 # Offload. Backward wants what forward saved in the reverse order: what is saved first is wanted last, and has all the
 # time to go away and come back. One thread copies, in order, in both directions:
 #
-#     GPU     | forward 1 | forward 2 | forward 3 | backward 3   | backward 2  | backward 1 |
-#     link          | out 1     | out 2     | out 3        | in 2        | in 1
-#                                              `--- still on its way when backward asks: forwarded, used where it is
+#     GPU   | forward 1 | forward 2 | forward 3 | backward 3        | backward 2        | backward 1        |
+#     link        | out 1     | out 2     | out 3     | in 2      | in 1      |
+#                                               `--- out 3 is still on its way when backward asks: used where it is
 #
 # It loses here: 447 ms for a step of 12 layers of D = 2048 that takes 70 without it and 90 recomputed (README), as 9 GB
 # go out and come back over a link that the GPU outruns by far. It pays where there is no choice, or the GPU is slow.
@@ -1937,18 +1927,23 @@ class Offload(saved_tensors_hooks):
     whatever operations or views save it. Weights stay, and what is smaller than LEAST bytes. ahead: how many copies may
     wait to be written before forward does, and how many are fetched before they are asked for. counts: tensors saved,
     storages, bytes, forwarded (used before they were away), late (not yet asked for when backward wanted them). Use one
-    a step: its copies live until close(). ValueError for a folder on a GPU, or none on a CPU; RuntimeError in backward
-    or at a later save if a saved tensor was written to before its copy was made. SSDTrain arXiv 2408.10013."""
+    a step: its copies live until close(). ValueError for a folder on a GPU, or none on a CPU. RuntimeError, in backward
+    or at a later save, if a tensor was written to while its original was still there; and for a second backward pass.
+    SSDTrain arXiv 2408.10013."""
 
     LEAST = 2**14
 
     def __init__(self, model, folder=None, ahead=8):
-        on_cpu = next(model.parameters()).device.type == "cpu"
+        device = next(model.parameters()).device
+        on_cpu = device.type == "cpu"
         if on_cpu != (folder is not None):
             raise base.BadInput("offload on a CPU: pass a folder to write to: all is in host memory already" if on_cpu
                                 else "offload on a GPU goes to host memory: leave the folder out")
+        if on_cpu and not Path(folder).is_dir():
+            raise base.BadInput(f"offload on a CPU: {folder} is no folder: make it first")
         self.stay = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
-        self.folder, self.ahead, self.counts, self.stream = folder, ahead, Counter(), None
+        self.folder, self.ahead, self.counts = folder, ahead, Counter()
+        self.stream = None if on_cpu else torch.cuda.Stream(device)  # beside the one that computes
         self.copies, self.known, self.flying = [], {}, []  # all; by storage and version; those not yet settled
         self.thread = ThreadPoolExecutor(1)  # one, so that copies are written and read in the order they are asked for
         super().__init__(self.pack, self.unpack)
@@ -1980,10 +1975,6 @@ class Offload(saved_tensors_hooks):
             earlier.prefetch()
         return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, stride)
 
-    def on_stream(self, device):
-        self.stream = self.stream or torch.cuda.Stream(device)  # the thread has no current device of its own
-        return torch.cuda.stream(self.stream)
-
     def close(self):
         """Wait for copies that are still being made; delete the files, or give the host memory back."""
         self.thread.shutdown()
@@ -2005,7 +1996,7 @@ class StorageCopy:
         if self.device.type == "cpu":
             original.numpy().tofile(self.away)
             return
-        with self.owner.on_stream(self.device):  # beside the stream that computes
+        with torch.cuda.stream(self.owner.stream):
             event.wait()
             self.away = torch.empty(self.size, dtype=torch.uint8, pin_memory=True).copy_(original, non_blocking=True)
             self.owner.stream.synchronize()
@@ -2031,13 +2022,15 @@ class StorageCopy:
             with self.away.open("rb") as file:
                 file.readinto(target.numpy())
             return
-        with self.owner.on_stream(self.device):
+        with torch.cuda.stream(self.owner.stream):
             event.wait()
             target.copy_(self.away, non_blocking=True)
             self.owner.stream.synchronize()
 
     def get(self):
         """The storage, for one of those who saved it."""
+        if self.uses < 1:
+            raise RuntimeError("Offload keeps what one backward pass needs: a second one needs another forward pass")
         if self.original is not None:
             self.same()
             self.owner.counts["forwarded"] += 1
@@ -2055,7 +2048,7 @@ class StorageCopy:
     def forget(self):
         if isinstance(self.away, Path):
             self.away.unlink(missing_ok=True)
-        self.away = None
+        self.away, self.uses = None, 0
 
 
 def bytes_of(storage):
@@ -3352,6 +3345,12 @@ def check_data_parallel():
     backward(slice(0, 2), 2)
     must_raise("before finish()", lambda: backward(slice(0, 2), 2), RuntimeError)
     handle.finish()
+    handle.close()
+    one = data_parallel(model, group)  # nothing of its one bucket is sent before all of it is there
+    backward(slice(0, 2), 1)
+    must_raise("before finish()", lambda: backward(slice(0, 2), 1), RuntimeError)
+    one.finish()
+    require(len(one.lists) == 1, "a small model needs more than one bucket")
     require(global_count(targets == -7, group).item() == 1, "nothing to divide by where no token counts")
     return worst
 
@@ -3422,6 +3421,11 @@ def check_zero():
     model.classifier = model.embedding.weight
     must_raise("tied to the embedding", lambda: Zero(model, group, 3))
     must_raise("use 2 or 3", lambda: Zero(model, group, 1))
+    model.blocks[0].norm1.to(torch.float32)
+    must_raise("cast the model to one", lambda: Zero(model, group, 2))
+    model.norm.requires_grad_(False)
+    must_raise("a frozen parameter", lambda: Zero(model, group, 2))
+    must_raise("would be cut twice", lambda: tensor_parallel(model, group))
     return worst
 
 
@@ -3485,7 +3489,7 @@ def check_tensor_parallel():
     must_raise("divides the number of heads", lambda: tensor_parallel(odd, groups.tp))
     must_raise("pad the sequence", lambda: scatter(torch.zeros(1, n + 1, 2, device=here()), groups.tp))
     for kind in (column_linear, row_linear):
-        must_raise("bias=False", lambda kind=kind: kind(nn.Linear(4, 4), groups.tp, False, origins={}, path="x"))
+        must_raise("bias=False", lambda kind=kind: kind(nn.Linear(4, 4), groups.tp, False))
     return worst
 
 
@@ -3533,11 +3537,12 @@ def forged_layer(rule, layout, kind, group, sequence, W, data):
     """Steps of one linear layer (M, K), cut or (group None) whole: its weight and states."""
     layer = nn.Linear(W.shape[1], W.shape[0], bias=False, device=here())
     layer.weight.data.copy_(W)
-    holder, origins, ranks = nn.ModuleDict(dict(layer=layer)), {}, {}
+    origins, ranks = {}, {}
     if group is not None:
-        kind(layer, group, sequence, origins=origins, path="layer.weight")
-        ranks = {"layer.weight": ranks_of(layer.weight, group)} if rule.needs != "element" else {}
-    handle = forging.forge(holder, rule, layout, data_parallel=1, origins=origins, ranks=ranks)
+        kind(layer, group, sequence)
+        origins = dict(weight=layer.weight.origin)
+        ranks = dict(weight=ranks_of(layer.weight, group)) if rule.needs != "element" else {}
+    handle = forging.forge(layer, rule, layout, data_parallel=1, origins=origins, ranks=ranks)
     pick = lambda x, dim: x.chunk(size(group), dim)[rank_in(group)]  # noqa: E731
     along_in, along_out = (1, 2) if kind is column_linear else (2, 1)  # what x and dy are cut along
     for t, (X, dY) in enumerate(data, 1):
@@ -3546,7 +3551,7 @@ def forged_layer(rule, layout, kind, group, sequence, W, data):
         dy = dy if along_out == 1 and not sequence else pick(dy, along_out)
         handle.arm(1e-2 * t, t)
         layer(x.requires_grad_()).backward(dy)
-    return dict(weight=layer.weight.detach(), **handle["layer.weight"].tensors)
+    return dict(weight=layer.weight.detach(), **handle["weight"].tensors)
 
 
 @on_ranks
@@ -3686,6 +3691,14 @@ def check_pipeline():
     cut_model = tiny(p)
     tensor_parallel(cut_model, groups.pp)
     must_raise("layers that are cut", lambda: Stage(cut_model, 0, 1, queue))
+    long, lean_model = torch.zeros(1, plain.config.seq + 1, dtype=torch.int64, device=here()), tiny(p)
+    must_raise("was built for seq", lambda: Stage(plain, 0, 1, queue)(long))
+    lean(lean_model, compiled=False)
+    must_raise("leave lean() out", lambda: Stage(lean_model, 0, 1, queue))
+    frozen = tiny(p).requires_grad_(False)
+    frozen.embedding.requires_grad_(True)
+    Stage(frozen, 0, 1, queue)(long[:, 1:]).sum().backward()
+    require(all(q.grad is None for q in frozen.blocks.parameters()), "a frozen weight has a gradient")
 
 
 @on_ranks
@@ -3810,6 +3823,7 @@ def check_memory_instead():
         check_edits(device, place)
         wrong = None if device.type == "cpu" else folder
         must_raise("offload on a", lambda: Offload(small_model(device), wrong))
+        must_raise("offload on a", lambda: Offload(small_model(device), Path(folder, "missing")))
 
 
 def check_counts(way, counts, ahead):
@@ -3837,7 +3851,8 @@ def check_edits(device, place):
             return offload, b + a.cos().sum()
 
     offload, b = forward(0, lambda: None)  # every copy is waited for
-    got = torch.autograd.grad(b, layer.weight)[0]
+    got = torch.autograd.grad(b, layer.weight, retain_graph=True)[0]
+    must_raise("a second one needs", b.backward, RuntimeError)
     offload.close()
     require(torch.equal(got, want), "what was written to after its copy was made comes back changed")
     offload, b = forward(9, held_up.wait)
@@ -4361,16 +4376,16 @@ def _no_max(lse, target_logit, group):
     return total.log(), target_logit
 
 
-def _no_mask(embedding, group, sequence, **where):
+def _no_mask(embedding, group, sequence):
     """Every rank looks up something for every token."""
-    start, stop = cut(embedding, "weight", 0, group, **where)
+    start, stop = cut(embedding, "weight", 0, group)
     last, lookup = stop - start - 1, type(embedding).forward
     embedding.forward = lambda tokens: leave(lookup(embedding, (tokens - start).clamp(0, last)), group, sequence)
 
 
-def _no_origin(module, name, dim, group, origins, path, cut=cut):
-    span = cut(module, name, dim, group, origins, path)
-    origins[path] = (0, 0)
+def _no_origin(module, name, dim, group, cut=cut):
+    span = cut(module, name, dim, group)
+    getattr(module, name).origin = (0, 0)
     return span
 
 
@@ -4500,6 +4515,7 @@ class Row(NamedTuple):
 def kept_bytes(work):
     """Bytes that work() leaves alive, and its result."""
     if here().type == "cuda":
+        gc.collect()  # cycles of a model before, which would be freed meanwhile
         before = torch.cuda.memory_allocated()
         result = work()
         return torch.cuda.memory_allocated() - before, result
@@ -4574,11 +4590,12 @@ def stage_times(stage, queue, x):
 
     def step(backward, weights):
         y = stage(x.requires_grad_() if x.is_floating_point() else x)
-        queue.hold()
+        queue.waiting = []
         if backward:
             y.backward(y.detach())
-        for work in queue.take() if weights else ():
+        for work in queue.waiting if weights else ():
             work()
+        queue.waiting = None
 
     F_, FB, FBW = (base.bench(functools.partial(step, *what), here(), 2, 7).median
                    for what in ((False, False), (True, False), (True, True)))
@@ -4843,7 +4860,7 @@ def measure_plans():
     batch, chip, links, model = 2 * n, H200, HOSTS, planned_model(*config)
     options = dict(state=state, itemsize=dtype.itemsize)
     if gpu:
-        step = planned_step(config, batch // n, batch // n, Groups(None, None, None, None, None, {}), dtype)
+        step = planned_step(config, batch // n, batch // n, Groups(*[None] * 6, {}), dtype)
         alone = base.bench(step, here(), warmup=3, runs=9).median / 1e3
         guess = predict(model, links, chip, batch // n, 1, 1, 1, 1, batch // n, False, 0, **options)
         update = 2 * model.params * sum(state) / chip.memory

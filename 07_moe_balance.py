@@ -982,7 +982,8 @@ def expert_parallel(model, group, policy="ep"):
         moe.exchange = ExpertParallel(group, POLICIES.get(policy, policy))
         for part in ("up", "down") if n > 1 else ():
             experts = getattr(moe, part)
-            parallel.cut(experts, "weight", 0, group, origins, f"{name}.{part}.weight".lstrip("."))
+            parallel.cut(experts, "weight", 0, group)
+            origins[f"{name}.{part}.weight".lstrip(".")] = experts.weight.origin
             experts.experts //= n
     return origins
 
