@@ -4741,9 +4741,13 @@ def measure_vocabulary(N=8192, V=256000, D=2304):
         time_ = timed(step, 3, 9)
         E.grad = C.grad = None
         peak = base.peak_bytes(step, here()) / MIB
-        alone, dC = alone or (time_, peak), 2 * V * D / MIB
-        rows.append(Row(f"loss, gradients, {k} GPU(s): time", "t/n", alone[0] / k, time_, "ms", (0.95, 1.25)))
-        rows.append(Row(f"their peak, {k} GPU(s)", "dC/n + all else", dC / k + alone[1] - dC, peak))
+        if k == 1:
+            alone, dC = (time_, peak), 2 * V * D / MIB
+            rows += [Row("loss, gradients, 1 GPU: time", "-", None, time_, "ms", None),
+                     Row("  their peak", "-", None, peak, band=None)]
+        else:
+            rows += [Row(f"loss, gradients, {k} GPUs: time", "t/n", alone[0] / k, time_, "ms", (0.95, 1.25)),
+                     Row("  their peak", "dC/n + all else", dC / k + alone[1] - dC, peak)]
     return rows
 
 
