@@ -1906,7 +1906,7 @@ def lean_saving(config, tokens, width, experts=False, cut=1, kernel=True):
 #     link        | out 1     | out 2     | out 3     | in 2      | in 1      |
 #                                               `--- out 3 is still on its way when backward asks: used where it is
 #
-# It loses here: 447 ms for a step of 12 layers of D = 2048 that takes 70 without it and 90 recomputed (README), as 9 GB
+# It loses here: 414 ms for a step of 12 layers of D = 2048 that takes 76 without it and 99 recomputed (README), as 9 GB
 # go out and come back over a link that the GPU outruns by far. It pays where there is no choice, or the GPU is slow.
 #
 # In-place edits. A copy is of the tensor as it was saved. If somebody writes to it while the copy is being made, the
