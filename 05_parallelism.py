@@ -3631,71 +3631,75 @@ def check_schedules():
     require(chart(one_f_one_b(2, 2), cost) == want, f"the chart of 1F1B is {chart(one_f_one_b(2, 2), cost)}")
 
 
+def piped(m, schedule=None, tied=False, plain=False, autocast=False):
+    """(model, its loss) after a backward of m micro-batches: this rank's part by a schedule, or all, in order."""
+    groups, queue, p = mesh(pp=dist.get_world_size()), WeightQueue(), dist.get_world_size()
+    rank, model = rank_in(groups.pp), tiny(p, torch.float32 if autocast else torch.float64, layers=2 * p)
+    tokens, targets = tiny_tokens(model, 2 * m)
+    parts, goals, total = tokens.chunk(m), targets.chunk(m), global_count(targets != -100, None)
+    if tied and plain:
+        model.classifier = model.embedding.weight
+    elif tied:
+        model.classifier.data.copy_(model.embedding.weight.data)
+    loss = lambda y, i: base.linear_cross_entropy_reference(  # noqa: E731
+        y, model.classifier, goals[i], reduction="sum") / total
+    with torch.autocast(here().type, torch.bfloat16, enabled=autocast):
+        if schedule is None:
+            one = model if plain else Stage(model, 0, 1, queue)
+            losses = [loss(one(part), i) for i, part in enumerate(parts)]
+            for each in losses:
+                each.backward()
+            return model, sum(each.detach() for each in losses)
+        stages = [Stage(model, c * p + rank, schedule.chunks * p, queue) for c in range(schedule.chunks)]
+        like = torch.empty(*parts[0].shape, model.config.dim, dtype=model.classifier.dtype, device=here())
+        sent.clear()
+        found = run_pipeline(schedule.lists(p, m)[rank], stages, queue, parts, loss, groups, like)
+        neighbours = 2 * schedule.chunks - (rank == 0) - (rank == p - 1)  # every chunk's, but for both ends
+        want = neighbours * m * like.nbytes
+        require(sent["send"] == want, f"{sent['send']} bytes sent to other stages, not {want}")
+    held, given = {q for s in stages for q in s.parameters()}, {q for q in model.parameters() if q.grad is not None}
+    require(given == held, "gradients of what the stages do not hold")
+    return model, found
+
+
 @on_ranks
 def check_pipeline():
     """Every schedule gives the gradients of the same stages one after the other bit for bit, also with fewer
     micro-batches than stages, and under autocast; in fp64 the plain model's to 1e-12, also of a weight that the first
-    and last stage share. Refusals."""
-    p = dist.get_world_size()
-    groups, queue = mesh(pp=p), WeightQueue()
-    rank = rank_in(groups.pp)
-
-    def run(m, schedule=None, tied=False, plain=False, autocast=False):
-        """(model, its loss) after a backward of m micro-batches: this rank's part by a schedule, or all, in order."""
-        model = tiny(p, torch.float32 if autocast else torch.float64, layers=2 * p)
-        tokens, targets = tiny_tokens(model, 2 * m)
-        parts, goals, total = tokens.chunk(m), targets.chunk(m), global_count(targets != -100, None)
-        if tied and plain:
-            model.classifier = model.embedding.weight
-        elif tied:
-            model.classifier.data.copy_(model.embedding.weight.data)
-        loss = lambda y, i: base.linear_cross_entropy_reference(  # noqa: E731
-            y, model.classifier, goals[i], reduction="sum") / total
-        with torch.autocast(here().type, torch.bfloat16, enabled=autocast):
-            if schedule is None:
-                one = model if plain else Stage(model, 0, 1, queue)
-                losses = [loss(one(part), i) for i, part in enumerate(parts)]
-                for each in losses:
-                    each.backward()
-                return model, sum(each.detach() for each in losses)
-            stages = [Stage(model, c * p + rank, schedule.chunks * p, queue) for c in range(schedule.chunks)]
-            like = torch.empty(*parts[0].shape, model.config.dim, dtype=model.classifier.dtype, device=here())
-            sent.clear()
-            found = run_pipeline(schedule.lists(p, m)[rank], stages, queue, parts, loss, groups, like)
-            neighbours = 2 * schedule.chunks - (rank == 0) - (rank == p - 1)  # every chunk's, but for both ends
-            want = neighbours * m * like.nbytes
-            require(sent["send"] == want, f"{sent['send']} bytes sent to other stages, not {want}")
-        held, given = {q for s in stages for q in s.parameters()}, {q for q in model.parameters() if q.grad is not None}
-        require(given == held, "gradients of what the stages do not hold")
-        return model, found
-
+    and last stage share."""
+    p, groups = dist.get_world_size(), mesh(pp=dist.get_world_size())
     for name, schedule in SCHEDULES.items():
         for m, autocast in ((max(1, p - 1), False), (2 * p, False), (2 * p, True)):
             if name == "interleaved" and m < p:
                 continue  # it needs a multiple of p
-            (model, loss), (serial, want) = run(m, schedule, autocast=autocast), run(m, autocast=autocast)
+            (model, loss), (serial, want) = piped(m, schedule, autocast=autocast), piped(m, autocast=autocast)
             mine = {key: q.grad for key, q in model.named_parameters() if q.grad is not None}
             for key, gradient in mine.items():
                 same = torch.equal(gradient, serial.get_parameter(key).grad)
                 require(same, f"{name}, {m} micro-batches, {autocast=}: gradient of {key} differs")
-            require(rank < p - 1 or torch.equal(loss, want), f"{name}: the loss differs")
-            plain = run(m, plain=True, autocast=autocast)[0]
+            require(rank_in(groups.pp) < p - 1 or torch.equal(loss, want), f"{name}: the loss differs")
+            plain = piped(m, plain=True, autocast=autocast)[0]
             compare(name, mine, {key: plain.get_parameter(key).grad for key in mine}, 2**-6 if autocast else 1e-12)
     # Tied: one weight, of which the first and the last stage have a copy each, whose gradients are summed.
-    model, plain = run(m, SCHEDULES["1f1b"], tied=True)[0], run(m, tied=True, plain=True)[0]
+    model, plain = piped(m, SCHEDULES["1f1b"], tied=True)[0], piped(m, tied=True, plain=True)[0]
     ends = [torch.zeros_like(q) if q.grad is None else q.grad for q in (model.embedding.weight, model.classifier)]
     compare("tied", dict(weight=all_reduce(ends[0] + ends[1], groups.pp)), dict(weight=plain.classifier.grad))
+
+
+@on_ranks
+def check_stage():
+    """What cannot be a stage, or go through one, is refused; frozen weights get no gradient."""
+    p, groups, queue, model = dist.get_world_size(), mesh(pp=dist.get_world_size()), WeightQueue(), tiny(2)
     uneven = [torch.zeros(2, 8, dtype=torch.int64), torch.zeros(1, 8, dtype=torch.int64)]
     must_raise("make them equal", lambda: run_pipeline([], [None], queue, uneven, None, groups, None))
     must_raise("pass one chunk", lambda: run_pipeline([], [1, 2], queue, [], None, SimpleNamespace(pp=None), None))
-    cut_model = tiny(p)
-    tensor_parallel(cut_model, groups.pp)
-    must_raise("layers that are cut", lambda: Stage(cut_model, 0, 1, queue))
-    long, lean_model = torch.zeros(1, plain.config.seq + 1, dtype=torch.int64, device=here()), tiny(p)
-    must_raise("was built for seq", lambda: Stage(plain, 0, 1, queue)(long))
-    lean(lean_model, compiled=False)
-    must_raise("leave lean() out", lambda: Stage(lean_model, 0, 1, queue))
-    frozen = tiny(p).requires_grad_(False)
+    long = torch.zeros(1, model.config.seq + 1, dtype=torch.int64, device=here())
+    must_raise("was built for seq", lambda: Stage(model, 0, 1, queue)(long))
+    lean(model, compiled=False)
+    must_raise("leave lean() out", lambda: Stage(model, 0, 1, queue))
+    tensor_parallel(model := tiny(p), groups.pp)
+    must_raise("layers that are cut", lambda: Stage(model, 0, 1, queue))
+    frozen = tiny(2).requires_grad_(False)
     frozen.embedding.requires_grad_(True)
     Stage(frozen, 0, 1, queue)(long[:, 1:]).sum().backward()
     require(all(q.grad is None for q in frozen.blocks.parameters()), "a frozen weight has a gradient")
@@ -5009,7 +5013,7 @@ def measure_uneven(total=32768, H=32, d=128):
 
 notes = []  # lines that are printed after the rows
 CHECKS = [check_groups, check_data_parallel, check_zero, check_tensor_parallel, check_vocabulary, check_forge]
-CHECKS += [check_wide_rules, check_schedules, check_pipeline, check_context, check_memory_instead]
+CHECKS += [check_wide_rules, check_schedules, check_pipeline, check_stage, check_context, check_memory_instead]
 CHECKS += [check_elsewhere]
 BY_ONE = [check_harness, check_lean, check_simulator, check_uneven, check_flow, check_skip, check_planner, check_slow]
 BY_ONE += [check_keys, check_elastic]
