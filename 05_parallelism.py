@@ -9,7 +9,7 @@ The problem in one number
 What is cut          n ranks, P parameters, Psi their bytes      what a rank sends in a step          in production
     2 data           tokens; ZeRO: states, gradients, weights    2 Psi (n-1)/n; ZeRO-3: 3 for 2       DDP, FSDP2
     3 tensor         every matrix, by outputs, then by inputs    4 activations a layer, 2 (n-1)/n of  DTensor
-    4 vocabulary     the classifier                              MAX of N, SUM of 2 N numbers; dE      loss_parallel
+    4 vocabulary     the classifier                              MAX of N, SUM of 2 N numbers; dE     loss_parallel
     6 pipeline       layers; idle time / work = (p - 1) / m      an activation a cut, each way        pipelining
     7 context        positions of one sequence                   keys, values and their gradients     context_parallel
     8 memory         nothing: make it again, or put it away      nothing                              save_on_cpu
@@ -1332,6 +1332,7 @@ class Stage(nn.Module):
 #             B  the same, the other way                             F, the last one             2 -> 0
 #
 # (p - 1 -> 0 is for interleaved chunks. With p odd, rank 0 would both send and receive on the even wire.)
+
 
 def wires_of(groups):
     """{(kind, 0, 1 or 2 for even, odd, last senders): a group of the whole pipeline}. Made once, by all ranks."""
