@@ -3317,6 +3317,7 @@ def check_data_parallel():
     require(len(alone.lists) == len(list(model.parameters())), "buckets hold more than they should")
     few = 3 < len(handle.lists) < len(list(model.parameters()))
     require(few, f"{len(handle.lists)} buckets: too few to test their order, or one for each parameter")
+    require(handle.place[model.classifier][0] == 0, "the classifier's gradient is there first, but not sent first")
     late = len(handle.lists) - min(started)
     require(late <= 2, f"{late} of {len(handle.lists)} buckets had not begun when backward came to its last gradient")
     (tokens, targets), blocks = mine[0], model.blocks
@@ -3418,6 +3419,7 @@ def check_zero():
             unit.step()
         unit.fetch()
         require((weight - 0.46).abs().max() < 0.003, f"bf16 weights came to {weight.tolist()}, their masters to 0.46")
+    require([zero_bytes(8, 4, stage, 2, 2, 12) for stage in range(4)] == [128, 56, 44, 32], "bytes by ZeRO's stages")
     model = tiny(n)
     model.classifier = model.embedding.weight
     must_raise("tied to the embedding", lambda: Zero(model, group, 3))
@@ -3738,7 +3740,10 @@ def check_context():
         name = "zigzag" if zigzag else "contiguous"
         worst = max(worst, equal_to_serial(name, functools.partial(trained, groups, zigzag=zigzag),
                                            functools.partial(trained, None)))
+        sent.clear()
         worst = max(worst, compare(f"{name} attention", attention(torch.float64, zigzag), exact))
+        block = 2 * q.nbytes // n  # keys and values go n - 1 times, twice, and their gradients n times
+        require(sent["send"] == (3 * n - 2) * block, f"{name}: {sent['send']} bytes sent, not {3 * n - 2} x {block}")
         got = attention(torch.float32, zigzag)  # a score of 5, rounded, is off by 5 roundings after exp()
         as_good(f"{name} attention", torch.float32, got, peer[torch.float32], exact, 5 * n * 2**-23)
         for key, tensor in attention(torch.bfloat16, zigzag).items():
