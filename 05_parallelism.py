@@ -1129,22 +1129,20 @@ def zero_bubble(p, m):
 
 class Schedule(NamedTuple):
     """lists(p, m): the operations of each rank. bubble(p, m): idle time / work with F = B = W = 1 (zero-bubble's for
-    m >= p), said by `formula`. peak(p, m, rank): micro-batches (times chunks) in flight. chunks: thin stages a rank."""
+    m >= p). peak(p, m, rank): micro-batches (times chunks) in flight. chunks: thin stages a rank."""
 
     lists: object
-    formula: str
     bubble: object
     peak: object
     chunks: int = 1
 
 
 SCHEDULES = {
-    "gpipe": Schedule(gpipe, "(p-1)/m", lambda p, m: (p - 1) / m, lambda p, m, rank: m),
-    "1f1b": Schedule(one_f_one_b, "(p-1)/m", lambda p, m: (p - 1) / m, lambda p, m, rank: min(m, p - rank)),
-    "interleaved": Schedule(interleaved, "(p-1)/(m v), v = 2", lambda p, m: (p - 1) / (2 * m),
+    "gpipe": Schedule(gpipe, lambda p, m: (p - 1) / m, lambda p, m, rank: m),
+    "1f1b": Schedule(one_f_one_b, lambda p, m: (p - 1) / m, lambda p, m, rank: min(m, p - rank)),
+    "interleaved": Schedule(interleaved, lambda p, m: (p - 1) / (2 * m),
                             lambda p, m, rank: min(2 * m, 2 * (p - rank - 1) + p + 1), 2),
-    "zero-bubble": Schedule(zero_bubble, "(p-1)(F+B-W)/m(F+B+W)", lambda p, m: (p - 1) / (3 * m),
-                            lambda p, m, rank: min(m, p)),
+    "zero-bubble": Schedule(zero_bubble, lambda p, m: (p - 1) / (3 * m), lambda p, m, rank: min(m, p)),
 }
 
 
@@ -1501,14 +1499,13 @@ def has_kernel(q, k):
     return q.is_cuda and fits and torch.cuda.get_device_capability(q.device) >= (8, 0)
 
 
-def wide(*tensors):
-    """In fp32, or in fp64 if they are: what is merged over blocks must not be rounded in each."""
-    return [t.to(torch.promote_types(t.dtype, torch.float32)) for t in tensors]
-
-
 def sum_dtype(tensor):
-    """Of what grows block by block: fp32 or fp64, for the same reason."""
+    """Of what is summed or merged over blocks: fp32, or fp64 as it is, since a rounding in each would add up."""
     return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def wide(*tensors):
+    return [t.to(sum_dtype(t)) for t in tensors]
 
 
 def merge(a, b):
@@ -3375,10 +3372,10 @@ def check_zero():
     """Stages 2 and 3, also recomputed: 6 AdamW steps equal the serial ones; bytes held and sent are the formulas'; in
     stage 3 never are more than three units whole. 16-bit weights have fp32 masters. Refusals."""
     n, worst, group = dist.get_world_size(), 0.0, mesh(dp=dist.get_world_size()).data
-    adamw = dict(lr=1e-3, betas=(0.8, 0.9), weight_decay=0.3)
+    adamw, (batches, mine) = dict(lr=1e-3, betas=(0.8, 0.9), weight_decay=0.3), batches_of(tiny(n), n)
+    exact = serial_steps(odd_gpt(n), [*batches, batches[0]], **adamw)
     for stage, again in ((2, False), (3, False), (3, True)):
         name, model, seen = f"ZeRO-{stage}{', recomputed' * again}", odd_gpt(n), []
-        batches, mine = batches_of(model, n)
         if again:
             recompute(model)
         zero = Zero(model, group, stage, **adamw)
@@ -3402,7 +3399,7 @@ def check_zero():
         zero.step()
         for unit in zero.units:
             unit.fetch()
-        worst = max(worst, compare(name, weights_of(model), serial_steps(odd_gpt(n), [*batches, batches[0]], **adamw)))
+        worst = max(worst, compare(name, weights_of(model), exact))
         units = [len(unit.flat) for unit in zero.units]  # with their padding
         P, once = sum(units), units[0] + units[-1]  # stage 3 gathers twice, but the first and the last unit once
         volume = 5 * (2 * P if stage < 3 else 3 * P - once)
@@ -3466,8 +3463,8 @@ def check_tensor_parallel():
     """Loss and all gradients, without and with sequence parallelism, recomputed, and under autocast; the bytes sent by
     the formula; refusals."""
     n, worst, groups = dist.get_world_size(), 0.0, mesh(tp=dist.get_world_size())
-    config = tiny(n).config
-    N, exact, traffic = 2 * config.seq, trained(None), []
+    config, serial, traffic = tiny(n).config, functools.cache(functools.partial(trained, None)), []
+    N, exact = 2 * config.seq, serial(torch.float64)
 
     def run(dtype, sequence, autocast=False):
         found = trained(groups, dtype, sequence=sequence, autocast=autocast)
@@ -3481,11 +3478,10 @@ def check_tensor_parallel():
 
     for sequence in (False, True):
         name = "sequence parallel" if sequence else "tensor parallel"
-        worst = max(worst, equal_to_serial(
-            name, functools.partial(run, sequence=sequence), functools.partial(trained, None)))
+        worst = max(worst, equal_to_serial(name, functools.partial(run, sequence=sequence), serial))
         compare(f"{name}, recomputed", trained(groups, sequence=sequence, again=True), exact)
         as_good(f"{name}, autocast", torch.bfloat16, run(torch.float32, sequence, autocast=True),
-                trained(None, torch.float32, autocast=True), exact)
+                serial(torch.float32, autocast=True), exact)
     for what, counted, predicted in traffic:
         require(abs(counted - predicted) <= 100, f"{what}: {counted} bytes sent, not {predicted}")
     odd = base.GPT(base.GPTConfig(50, 8, 1, n + 1, 2 * (n + 1)))
@@ -3537,7 +3533,7 @@ def check_vocabulary():
 
 
 def forged_layer(rule, layout, kind, group, sequence, W, data):
-    """Steps of one linear layer (M, K), cut or (group None) whole: its weight and states."""
+    """Steps of one linear layer (M, K), cut by `kind`, or (kind and group None) whole: its weight and states."""
     layer = nn.Linear(W.shape[1], W.shape[0], bias=False, device=here())
     layer.weight.data.copy_(W)
     origins, ranks = {}, {}
@@ -3565,8 +3561,8 @@ def check_forge():
     M, K, T, rule = 8 * n, 128 * n, 4 * n, forging.AdamW(weight_decay=0.1)
     W, data = forging.whole_numbers(2 * T, M, K, "cpu", steps=2)
     data = [(X.view(2, T, K), dY.view(2, T, M)) for X, dY in data]
-    for layout, kind in itertools.product(forging.LAYOUTS, (column_linear, row_linear)):
-        want = forged_layer(rule, layout, kind, None, False, W, data)
+    alone = {layout: forged_layer(rule, layout, None, None, False, W, data) for layout in forging.LAYOUTS}
+    for (layout, want), kind in itertools.product(alone.items(), (column_linear, row_linear)):
         start, stop = shares(M if kind is column_linear else K, n)[rank_in(group)]
         for sequence in (False, True):
             got = forged_layer(rule, layout, kind, group, sequence, W, data)
@@ -3586,7 +3582,10 @@ def check_wide_rules():
     n, group = dist.get_world_size(), mesh(tp=dist.get_world_size()).tp
     M, K, T, muon, mini = 8 * n, 24 * n, 16, forging.Muon(weight_decay=0.1), forging.AdamMini(weight_decay=0.1)
     W, data = forging.whole_numbers(T, M, K, "cpu", steps=3)
-    summed, data = [dY.T @ X for X, dY in data], [(X[None], dY[None]) for X, dY in data]
+    summed, data = [(dY.T @ X)[None] for X, dY in data], [(X[None], dY[None]) for X, dY in data]
+    exact = {rule: forging.by_hand(rule, W=W[None], gradients=summed, rate=0.01)[0][0].to(here())
+             for rule in (muon, mini)}
+    alone = {rule: forged_layer(rule, "fp32", None, None, False, W, data)["weight"] for rule in exact}
     for kind, dim in ((column_linear, 0), (row_linear, 1)):
         pick = lambda tensor, dim=dim: tensor.chunk(n, dim)[rank_in(group)]  # noqa: E731
         part = nn.Parameter(W)
@@ -3596,13 +3595,11 @@ def check_wide_rules():
         require(torch.equal(joined, pick(forging.orthogonal(U.clone()))), f"cut {dim}: another update in fp64")
         a_step = {muon: muon_traffic(M, K, n, 2 if here().type == "cuda" else 4), mini: dim * 2 * 4 * M * (n - 1) // n}
         for rule, bytes_ in a_step.items():
-            exact = forging.by_hand(rule, W=W[None], gradients=[g[None] for g in summed], rate=0.01)[0][0].to(here())
-            alone = forged_layer(rule, "fp32", kind, None, False, W, data)["weight"]
             sent.clear()
             got = forged_layer(rule, "fp32", kind, group, False, W, data)["weight"]
             name = f"{type(rule).__name__}, cut {dim}"
             traffic = sent.total() - len(data) * 2 * 4 * T * (M if dim else K) * (n - 1) // n  # of f or g
-            moved = [w.double() - pick(start) for w in (got, pick(alone), pick(exact))]
+            moved = [w.double() - pick(start) for w in (got, pick(alone[rule]), pick(exact[rule]))]
             cce.require_as_good(name, *moved, 1e-5)
             require(traffic == len(data) * bytes_, f"{name}: {traffic} bytes sent, not {len(data)} x {bytes_}")
 
@@ -3671,17 +3668,17 @@ def check_pipeline():
     micro-batches than stages, and under autocast; in fp64 the plain model's to 1e-12, also of a weight that the first
     and last stage share."""
     p, groups = dist.get_world_size(), mesh(pp=dist.get_world_size())
-    for name, schedule in SCHEDULES.items():
-        for m, autocast in ((max(1, p - 1), False), (2 * p, False), (2 * p, True)):
+    for m, autocast in ((max(1, p - 1), False), (2 * p, False), (2 * p, True)):
+        (serial, want), (plain, _) = (piped(m, plain=plain, autocast=autocast) for plain in (False, True))
+        for name, schedule in SCHEDULES.items():
             if name == "interleaved" and m < p:
                 continue  # it needs a multiple of p
-            (model, loss), (serial, want) = piped(m, schedule, autocast=autocast), piped(m, autocast=autocast)
+            model, loss = piped(m, schedule, autocast=autocast)
             mine = {key: q.grad for key, q in model.named_parameters() if q.grad is not None}
             for key, gradient in mine.items():
                 same = torch.equal(gradient, serial.get_parameter(key).grad)
                 require(same, f"{name}, {m} micro-batches, {autocast=}: gradient of {key} differs")
             require(rank_in(groups.pp) < p - 1 or torch.equal(loss, want), f"{name}: the loss differs")
-            plain = piped(m, plain=True, autocast=autocast)[0]
             compare(name, mine, {key: plain.get_parameter(key).grad for key in mine}, 2**-6 if autocast else 1e-12)
     # Tied: one weight, of which the first and the last stage have a copy each, whose gradients are summed.
     model, plain = piped(m, SCHEDULES["1f1b"], tied=True)[0], piped(m, tied=True, plain=True)[0]
@@ -3713,7 +3710,7 @@ def check_context():
     """Ring attention in a whole model, both ways of cutting: loss and gradients; alone also in bf16, whose
     results are one rounding from exact (a GPU's, one from torch's); work a rank; refusals."""
     n, worst, groups = dist.get_world_size(), 0.0, mesh(cp=dist.get_world_size())
-    group = groups.cp
+    group, serial = groups.cp, functools.cache(functools.partial(trained, None))
 
     generator = torch.Generator().manual_seed(0)
     # Scores up to 5. (An untrained model's are nearly 0, and its dq and dk, too.)
@@ -3738,8 +3735,7 @@ def check_context():
     narrow = dict(zip(exact, (out, *block_gradients(dout, q, k, v, out.bfloat16(), lse, True)), strict=True))
     for zigzag in (False, True):
         name = "zigzag" if zigzag else "contiguous"
-        worst = max(worst, equal_to_serial(name, functools.partial(trained, groups, zigzag=zigzag),
-                                           functools.partial(trained, None)))
+        worst = max(worst, equal_to_serial(name, functools.partial(trained, groups, zigzag=zigzag), serial))
         sent.clear()
         worst = max(worst, compare(f"{name} attention", attention(torch.float64, zigzag), exact))
         block = 2 * q.nbytes // n  # keys and values go n - 1 times, twice, and their gradients n times
@@ -5050,7 +5046,6 @@ def check_both(together, alone, only, ranks, device, stage=None):
         if check in alone:
             base.call_check(check, base.default_device())
     print(textwrap.fill("checks passed: " + ", ".join(checks.values()), 110))
-    return checks
 
 
 def check_all(device, only, args):
@@ -5101,7 +5096,7 @@ def number_of_ranks(args):
     """What the flags say. BadInput if it cannot be."""
     if "RANK" in os.environ:
         raise base.BadInput("without torchrun: this file starts its processes: python 05_parallelism.py --ranks N")
-    ranks = 2 if args.ranks is None else args.ranks
+    ranks = args.ranks
     if ranks < 2:
         raise base.BadInput(f"--ranks {ranks}: nothing is parallel there: use 2 or more")
     if args.device == "cuda" and device_for(ranks) == "cpu":
@@ -5145,7 +5140,7 @@ def body(device, ledger, args):
 
 
 def add_arguments(parser):
-    parser.add_argument("--ranks", type=int, help="processes (default: 2)")
+    parser.add_argument("--ranks", type=int, default=2, help="processes (2)")
     parser.add_argument("--plan", metavar="WISH", help=f"plan a training and stop; each as name=number: {USAGE}")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where every rank can have a GPU")
 
