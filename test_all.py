@@ -1977,7 +1977,7 @@ BAD_FLAGS = {
     "and 1 worker(s): use --sync none": ["--tp", 2, "--sync", "diloco", "--device", "cpu"],
     "must be a multiple of 3 workers": ["--tp", 2, "--gpus", 6, "--sync", "ddp", "--device", "cpu"],
     "it chooses flags, for a dense model: drop --tp": ["--plan", 400, "--tp", 2],
-    "link=0.0: give a positive number": ["--plan", 0], "hosts have 8: use --gpus 16": ["--plan", 1, "--gpus", 12],
+    "link=0.0: give a number from": ["--plan", 0], "hosts have 8: use --gpus 16": ["--plan", 1, "--gpus", 12],
     "GiB would do": ["--plan", 1, "--gpus", 4, "--layers", 80, "--dim", 8192, "--heads", 64, "--batch", 64],
 }
 
