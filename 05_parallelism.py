@@ -4859,7 +4859,7 @@ BREAKS = {
     "edited-in-place": (check_memory_instead, "StorageCopy", _Uncounted),
     "whole-documents": (check_uneven, "first_row", lambda stop, room: 0),
     "upper-left": (check_elsewhere, "blocks_of", _upper_left),
-    "all-moves": (check_arena, "only_what_helps", lambda rows, n, moves, costs: moves),
+    "all-moves": (check_uneven, "only_what_helps", lambda rows, n, moves, costs: moves),
     "half-and-half": (check_flow, "allocate", lambda samples, n: max(1, n // 2)),
     "double-booked": (check_skip, "earliest", lambda busy, ready, seconds: ready),
     "unsharded": (check_planner, "zero_bytes", lambda P, n, stage, w, g, o: P * (w + g + o)),
@@ -5441,7 +5441,7 @@ def everything():
 
 def print_arena(contests):
     """The table of sections 9 to 11; the planner beside published runs; flows over a network."""
-    print("simulated: how many times as fast as what, of what a perfect policy would be: medians (least .. most); published")
+    print("simulated, times as fast as ..., of what a perfect policy would be: median (least .. most); published:")
     for system in dict.fromkeys(one.system for one in contests):
         cells = []
         for one in (one for one in contests if one.system == system):
