@@ -2118,14 +2118,14 @@ class Links(NamedTuple):
 class Chip(NamedTuple):
     """peak: FLOP/s of dense bf16, and the shares of it that a large matrix product gets (product) and the FLOPs of a
     training step (reach); memory: bytes/s; joules of a FLOP and of a byte of memory traffic, and watts besides.
-    Defaults: an H200's, peak by its data sheet, the rest as measure_plans finds them."""
+    Defaults: an H200's; peak by its data sheet, product and memory as measured alone, the rest by measure_plans."""
 
     peak: float = 989e12
     product: float = 0.68
     reach: float = 0.48
     memory: float = 4.2e12
-    flop: float = 9.5e-13
-    byte: float = 7.4e-11
+    flop: float = 8.8e-13
+    byte: float = 1.24e-10
     watts: float = 124.0
 
 
