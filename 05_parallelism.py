@@ -2515,12 +2515,12 @@ def attention_elsewhere(documents, moves, group):
     """Attention of this rank's documents {number: (q, k, v)}, one at least, each whole, (T, H, d), with the rows of
     `moves`, of disaggregate(), done by other ranks: {number: (T, H, d)}. Every rank calls it, with all moves, and its
     backward."""
-    n, me = size(group), rank_in(group)
-    H, d = next(iter(documents.values()))[0].shape[1:]
+    n, me, q = size(group), rank_in(group), next(iter(documents.values()))[0]
+    H, d = q.shape[1:]
     asked = [[part for part, to in moves if (part.home, to) == (me, r)] for r in range(n)]  # of rank r, by this one
     served = [[part for part, to in moves if (part.home, to) == (r, me)] for r in range(n)]
-    nothing = next(iter(documents.values()))[0].flatten(1)[:0]  # no rows, but in the graph: all ranks come to both
-    mine, theirs = list(itertools.chain(*asked)), list(itertools.chain(*served))  # exchanges in backward
+    mine, theirs = list(itertools.chain(*asked)), list(itertools.chain(*served))
+    nothing = q.flatten(1)[:0]  # no rows, but in the graph: so that a rank comes to both exchanges in backward
 
     def swap(pieces, give, take, rows):
         counts = [[sum(map(rows, parts)) for parts in lists] for lists in (give, take)]
@@ -3411,6 +3411,21 @@ class Elastic:
         return loss
 
 
+# A slow rank makes no error, it makes all others wait, and from inside a collective all look equally late. Messages
+# between pairs tell them apart: in the matrix of delays, sender by receiver, a slow sender is a slow row, a slow
+# receiver a slow column, a slow link a cell. With rank 1 slow to send, and 3 -> 0 a bad link:
+#
+#              to 0  1  2  3
+#     from 0      .  1  1  1
+#          1      9  .  9  9     a row: sender 1
+#          2      1  1  .  1
+#          3      9  1  1  .     a cell: link 3 -> 0
+#
+# It can be ambiguous: when all ranks but one are slow senders, that one's column is slow throughout, too. Then the rows
+# explain the column, and it is not accused. Nor is the usual delay the median one: that one rank has n - 1 cells that
+# are not slow, so the (n - 1)-th fastest is taken.
+
+
 def message_delays(slow=(), repeats=2):
     """(n, n) seconds from a barrier until a message from rank i (row) has arrived at rank j (column), the least of
     `repeats`, on all ranks (gloo). In turn k, each rank sends to the k-th after it. slow: {("sender", i),
@@ -3434,21 +3449,6 @@ def message_delays(slow=(), repeats=2):
         sender.join()
     dist.all_reduce(delays, dist.ReduceOp.MIN)
     return delays
-
-
-# A slow rank makes no error, it makes all others wait, and from inside a collective all look equally late. Messages
-# between pairs tell them apart: in the matrix of delays, sender by receiver, a slow sender is a slow row, a slow
-# receiver a slow column, a slow link a cell. With rank 1 slow to send, and 3 -> 0 a bad link:
-#
-#              to 0  1  2  3
-#     from 0      .  1  1  1
-#          1      9  .  9  9     a row: sender 1
-#          2      1  1  .  1
-#          3      9  1  1  .     a cell: link 3 -> 0
-#
-# It can be ambiguous: when all ranks but one are slow senders, that one's column is slow throughout, too. Then the rows
-# explain the column, and it is not accused. Nor is the usual delay the median one: that one rank has n - 1 cells that
-# are not slow, so the (n - 1)-th fastest is taken.
 
 
 def find_slow(delays, factor=3.0, least=0.0):
