@@ -5335,13 +5335,15 @@ def plan_rows(found, model, batch, chip):
     n, kinds, gpu = dist.get_world_size(), [("sent", "MiB", (0.98, 1.02))], here().type == "cuda"
     if gpu:
         runs = [(one[0].keywords["recompute"], one[2], one[4]) for one in list(found.values())[::2]]
-        chip = fitted_energy(runs, model, batch, chip)
+        counted = not math.isnan(runs[0][2])
+        chip = fitted_energy(runs, model, batch, chip) if counted else chip
         inside = next(iter(found.values()))[0].args[1].inside
         notes.append(f"a GPU: {chip.reach:.0%} of {chip.peak / 1e12:g} TFLOP/s reached, {inside / 1e9:.0f} GB/s sent; "
                      f"{chip.flop * 1e12:.2f} pJ a FLOP, {chip.byte * 1e12:.0f} pJ a byte, {chip.watts:.0f} W. "
                      "Plans, predicted -> measured:")
-        kinds += [("time", "ms", (0.9, 1.15)), ("peak", "GiB", (0.9, 1.1)), ("energy", "J", (0.75, 1.25))]
-    pairs = {kind: {} for kind, *_ in kinds}
+        kinds += [("time", "ms", (0.9, 1.15)), ("peak", "GiB", (0.9, 1.1))]
+        kinds += [("energy", "J", (0.75, 1.25))] * counted
+    pairs = {kind: {} for kind in ("sent", "time", "peak", "energy")}
     for i, (name, (predicted, most, seconds, peak, joules)) in enumerate(found.items()):
         one = predicted(chip=chip)
         pairs["sent"][name] = sum(one.sent.values()) / MIB, most / MIB
