@@ -4314,6 +4314,10 @@ def check_uneven(seeds=8, n=16):
 def check_uneven_by_hand():
     """Documents of 6 and 2 tokens over two ranks, 21 and 3 pairs; a pair takes 1 s, a token 10; a query has 3 bytes, a
     key 1, and a byte takes 2 s in a host and 4 between hosts."""
+    # D = 4096, bf16: 12 D^2 weights x 6 FLOPs, 12 D a pair, 48 % of 989 TFLOP/s; 8 KiB a query, a quarter a key.
+    real = costs_of_layer(4096)
+    near = abs(real.token / 2.5446e-6 - 1) < 1e-3 and abs(real.pair / 1.03540e-10 - 1) < 1e-3
+    require(near and (real.query, real.key) == (8192, 2048), f"a layer costs {real}")
     costs = Costs(10, 1, 3, 1, Links(2, 1 / 2, 1 / 4))
     lengths, rows = [6, 2], end_to_end([6, 2], 2)
     moves = disaggregate(rows, 2, costs)
