@@ -4341,7 +4341,8 @@ def check_uneven_by_hand():
     rings = two_layouts([6, 6], 4, costs, finest=1.0)
     require(rings.pairs() == [10.5] * 4, f"two rings of two ranks: {rings.pairs()}")
     far = Split([0] * 4, [0] * 4, [0] * 4, Counter({(0, 2): 8}))
-    for split, host, want in ((fixed, 2, 83), (fixed, 1, 115), (far, 2, 32), (far, 1, 64), (far, 4, 32)):
+    fan = far._replace(moves=Counter({(0, 1): 8, (0, 2): 8}))  # one sends to two, and they to it: one at a time
+    for split, host, want in ((fixed, 2, 83), (fixed, 1, 115), (far, 2, 32), (far, 1, 64), (far, 4, 32), (fan, 4, 64)):
         got = layer_time(split, costs._replace(links=costs.links._replace(host=host)))
         require(got == want, f"hosts of {host}: {got} s, by hand {want}")
     # What is cheapest for its pairs is taken: of a long document before a short one, of the same host before another.
