@@ -4345,6 +4345,8 @@ def check_uneven_by_hand():
     for split, host, want in ((fixed, 2, 83), (fixed, 1, 115), (far, 2, 32), (far, 1, 64), (far, 4, 32), (fan, 4, 64)):
         got = layer_time(split, costs._replace(links=costs.links._replace(host=host)))
         require(got == want, f"hosts of {host}: {got} s, by hand {want}")
+    got = layer_time(fixed, costs._replace(pair=2))  # 16, 22 of attention, 16, 40
+    require(got == 94, f"with 2 s a pair {got} s, by hand 94")
     # What is cheapest for its pairs is taken: of a long document before a short one, of the same host before another.
     for n, want, *rows in ((2, (Queries(1, 5, 8, 0), 1), (0, 0, 4, 0), (1, 0, 8, 0), (2, 0, 2, 1)),
                            (4, (Queries(1, 7, 8, 1), 0), (0, 0, 8, 2), (1, 0, 8, 1), (2, 0, 6, 3))):
