@@ -1906,7 +1906,7 @@ def lean_saving(config, tokens, width, experts=False, cut=1, kernel=True):
 #     link        | out 1     | out 2     | out 3     | in 2      | in 1      |
 #                                               `--- out 3 is still on its way when backward asks: used where it is
 #
-# It loses here: 414 ms for a step of 12 layers of D = 2048 that takes 76 without it and 99 recomputed (README), as 9 GB
+# It loses here: 396 ms for a step of 12 layers of D = 2048 that takes 77 without it, 100 recomputed (README), as 9 GB
 # go out and come back over a link that the GPU outruns by far. It pays where there is no choice, or the GPU is slow.
 #
 # In-place edits. A copy is of the tensor as it was saved. If somebody writes to it while the copy is being made, the
@@ -2962,8 +2962,12 @@ def step_seconds(model, it, sent_, links, chip):
 def step_joules(model, it, seconds, batch, chip):
     """Of all GPUs."""
     gpus, flops = it.dp * it.pp * it.cp * it.tp, step_flops(model, batch * model.seq, it.again)
-    other = max(0.0, seconds - flops / gpus / (chip.peak * chip.product))
-    return chip.flop * flops + gpus * (chip.byte * chip.memory * other + chip.watts * seconds)
+    return chip.flop * flops + gpus * (chip.byte * bytes_beside(flops / gpus, seconds, chip) + chip.watts * seconds)
+
+
+def bytes_beside(flops, seconds, chip):
+    """What a GPU is taken to move: in all time that products do not need, at the full speed of memory."""
+    return chip.memory * max(0.0, seconds - flops / (chip.peak * chip.product))
 
 
 def choices(model, gpus, links, batch):
@@ -3082,7 +3086,7 @@ KEYS = dict(
     nvlink=(1, 1e5, False, HOSTS.inside / 1e9, "GB/s a GPU in it (280)"),
     link=(0.01, 1e6, False, HOSTS.between * 8e-9, "Gbit/s a GPU between hosts (400)"),
     tflops=(0.1, 1e6, False, H200.peak / 1e12, "dense bf16 peak (989)"),
-    reach=(0.001, 0.68, False, H200.reach, "share of it that a step gets (0.48; a large product: 0.68)"),
+    reach=(0.001, H200.product, False, H200.reach, "share of it that a step gets (0.48; a large product: 0.68)"),
     muon=(0, 1, True, 0, "1: Muon for the layers, without ZeRO (AdamW)"))
 REQUIRED = [name for name, key in KEYS.items() if key[3] is None]
 USAGE = (f"{' '.join(REQUIRED)} (seq: tokens of a sequence, gib: GiB a GPU), and if you like "
@@ -5234,6 +5238,7 @@ def planned_model(V, T, L, heads, D):
     return Model(12 * L * D**2 + 2 * V * D, L, D, V, T, heads)
 
 
+@functools.cache
 def joules_read(device):
     """A function that reads the joules which a GPU has taken so far (NVML's counter, renewed ten times a second), or
     None where NVML does not count."""
@@ -5249,7 +5254,8 @@ def joules_read(device):
 def repeated(work, seconds=2.0):
     """(seconds, joules of a GPU, both the mean of all ranks) of one work(), done as often as takes `seconds`, after a
     third of that, while clocks rise. Every rank does it equally often; joules are NaN where they are not counted."""
-    read, mean = joules_read(here()) or (lambda: math.nan), None
+    read = joules_read(here()) or (lambda: math.nan)
+    work()  # the first makes connections, and memory
     everybody()
     start = time.perf_counter()
     work()
@@ -5315,11 +5321,11 @@ def measure_plans():
             torch.cuda.reset_peak_memory_stats()
         seconds, joules = repeated(step) if gpu else (None, None)
         peak = (torch.cuda.max_memory_allocated() - held) / 2**30 if gpu else None
-        found[name] = predicted, most, seconds, peak, joules
+        found[name] = predicted, again, most, seconds, peak, joules
         del step
         if gpu:
             torch.cuda.empty_cache()
-    return plan_rows(found, model, batch, chip)
+    return plan_rows(found, model, links, chip, batch)
 
 
 def fitted_energy(runs, model, batch, chip):
@@ -5329,29 +5335,27 @@ def fitted_energy(runs, model, batch, chip):
     rows, n = [(joules, 0, 0, seconds)], dist.get_world_size()
     for again, seconds, joules in runs:
         flops = step_flops(model, batch * model.seq, again) / n
-        other = max(0.0, seconds - flops / (chip.peak * chip.product))  # as in step_joules()
-        rows.append((joules, flops, other * chip.memory, seconds))
+        rows.append((joules, flops, bytes_beside(flops, seconds, chip), seconds))
     rows = np.array(rows)
     fitted = np.linalg.lstsq(rows[:, 1:] / rows[:, :1], np.ones(len(rows)), rcond=None)[0].tolist()
     return chip._replace(**dict(zip(("flop", "byte", "watts"), fitted, strict=True)))
 
 
-def plan_rows(found, model, batch, chip):
-    """Rows of the worst of found {plan: (its predict(chip=), bytes sent, seconds, GiB, joules of a GPU)}; on GPUs also
-    a line of each."""
+def plan_rows(found, model, links, chip, batch):
+    """Rows of the worst of found {plan: (its predict(chip=), whether recomputed, bytes sent, seconds, GiB, joules of a
+    GPU)}; on GPUs also a line of each."""
     n, kinds, gpu = dist.get_world_size(), [("sent", "MiB", (0.98, 1.02))], here().type == "cuda"
     if gpu:
-        runs = [(one[0].keywords["recompute"], one[2], one[4]) for one in list(found.values())[::2]]
+        runs = [(again, seconds, joules) for _, again, _, seconds, _, joules in list(found.values())[::2]]
         counted = not math.isnan(runs[0][2])
         chip = fitted_energy(runs, model, batch, chip) if counted else chip
-        inside = next(iter(found.values()))[0].args[1].inside
-        notes.append(f"a GPU: {chip.reach:.0%} of {chip.peak / 1e12:g} TFLOP/s reached, {inside / 1e9:.0f} GB/s sent; "
+        notes.append(f"a GPU: {chip.reach:.0%} of {chip.peak / 1e12:g} TFLOP/s, {links.inside / 1e9:.0f} GB/s sent; "
                      f"{chip.flop * 1e12:.2f} pJ a FLOP, {chip.byte * 1e12:.0f} pJ a byte, {chip.watts:.0f} W. "
                      "Plans, predicted -> measured:")
         kinds += [("time", "ms", (0.9, 1.15)), ("peak", "GiB", (0.9, 1.1))]
         kinds += [("energy", "J", (0.75, 1.25))] * counted
     pairs = {kind: {} for kind in ("sent", "time", "peak", "energy")}
-    for i, (name, (predicted, most, seconds, peak, joules)) in enumerate(found.items()):
+    for i, (name, (predicted, _, most, seconds, peak, joules)) in enumerate(found.items()):
         one = predicted(chip=chip)
         pairs["sent"][name] = sum(one.sent.values()) / MIB, most / MIB
         if gpu:

@@ -670,7 +670,7 @@ def test_scheduling_on_more_random_cases():
 def test_any_rank_may_be_lost():
     """The first, in the first step; one that has all sums but has not voted; one of four that have all layers; two of
     six at once, after which two pipelines are left."""
-    parallel.check_elastic([([(0, 0, "forward")], 2, 2, (1, 3), [3]), ([(3, 6, "forward")], 2, 2, (1, 3), [4]),
+    parallel.check_elastic([([(0, 0, "forward")], 2, 2, (1, 3), [3]), ([(3, 6, "done")], 2, 2, (1, 3), [4]),
                             ([(1, 2, "forward")], 4, 1, (3, 1), []),
                             ([(0, 2, "forward"), (1, 2, "forward")], 3, 2, (2, 2), [0, 1, 2, 3])])
 
