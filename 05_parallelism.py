@@ -2310,7 +2310,13 @@ def only_what_helps(rows, n, moves, costs):
     return min(some, key=lambda moves: layer_time(with_moves(rows, n, moves, costs), costs))
 
 
-# Groups of ranks, equal ones and FlexSP's.
+# Groups of ranks, equal ones and FlexSP's. Documents of 20, 14 and 14 tokens, 210, 105 and 105 pairs, on four ranks of
+# a host; a pair, a token and a byte take 1 s each, queries have 3 bytes and keys 1:
+#
+#     groups 1 1 1 1     the long one alone, 210 + 20                                   230 s
+#     groups 2 2         both short ones by two, (210 + 28) / 2 and 112 of messages     231
+#     groups 4           all by four, (420 + 48) / 4 and 144 of messages                261
+#     groups 2 1 1       the long one by two, (210 + 20) / 2 and 80 of messages         195: FlexSP's way
 
 
 def divisions(n, largest):
@@ -2578,6 +2584,13 @@ def own_rows(documents, parts, me):
 #     by cost       every rank has both models; the longest sample left to who is done first: the honest baseline
 #     two pools     g ranks encode, n - g have the backbone, and samples flow from the first to the second (FlowTrain)
 #
+# Of three samples, 2, 1 and 1 s in the encoder and 1 s each in the backbone, on two ranks, a digit a second:
+#
+#     encoder     0012                encoder     0012
+#     backbone    ..012     5 s       backbone    ....012     7 s, as one micro-batch
+#
+# so the backbone should get small micro-batches, and of equal cost, or all wait for the longest.
+#
 # The ceiling is the mean of all work over n ranks. Two pools cannot beat sharing by cost on time: a whole rank is the
 # smallest step in g, and the backbone's ranks wait for the first samples. What speaks for them is what this model has
 # not got: memory (a rank holds one model instead of two), and other widths of tensor parallelism for each. So the row
@@ -2814,9 +2827,19 @@ def train_by_paths(text, layers, paths, steps, rate=1e-2, seed=0):
 # measured, hide. Tensor parallelism's sums hide under nothing. Pipelines pay (p - 1) / m of their work, section 6.
 #
 # The choice is then a table of trade-offs that one can read off the formulas: tp first, inside of a host, as it sends
-# most; cp for sequences whose activations do not fit; pp across hosts, as it sends least; dp for all the rest. Where a
-# planner is wrong is as instructive: with the `reach` of the smallest published run of each, Megatron's larger ones are
-# up to 1.4 times as fast as it promises, as larger matrices are, and Frontier's largest 0.8 times (published_rows).
+# most; cp for sequences whose activations do not fit; pp across hosts, as it sends least; dp for all the rest. So for
+# 70 billion weights (80 layers, D = 8192, T = 8192, 512 sequences a step) on 64 H200s, of 141 GiB each:
+#
+#     dp pp cp tp                           GiB     s/step    what it pays
+#     64  1  1  1                          1,225      64.8    it would be the fastest: it does not fit
+#     64  1  1  1   ZeRO-3, recomputed       131      85.9    a third more work; 409 GB of weights and gradients sent
+#      8  1  1  8   ZeRO-1                    68      83.6    6,043 GB for sums of activations, under nothing
+#     16  1  1  4   ZeRO-1                   123      71.8    2,590 GB
+#      8  4  1  2   ZeRO-1                   137      71.2    868 GB, and a bubble of 5 %: the plan
+#
+# Where a planner is wrong is as instructive: with the `reach` of the smallest published run of each, Megatron's larger
+# ones are up to 1.4 times as fast as it promises, as larger matrices are, and Frontier's largest 0.8 times
+# (published_rows).
 
 
 class Model(NamedTuple):
@@ -4271,12 +4294,12 @@ def check_uneven_by_hand():
     for n, want, *rows in ((2, (Queries(1, 5, 8, 0), 1), (0, 0, 4, 0), (1, 0, 8, 0), (2, 0, 2, 1)),
                            (4, (Queries(1, 7, 8, 1), 0), (0, 0, 8, 2), (1, 0, 8, 1), (2, 0, 6, 3))):
         expect("what is moved first", disaggregate([Queries(*row) for row in rows], n, costs)[0], want)
-    # 20, 14 and 14 tokens, 1 s a token and a byte: two ranks do the long one in (210 + 20) / 2 and 80 s of messages,
-    # the others are done with theirs in 119. Each on a rank of its own takes 230 s, two by two 231, all by all 261.
     expect("divisions of 4", sorted(divisions(4, 2)), [(1, 1, 1, 1), (2, 1, 1), (2, 2)])
     for largest, want in ((4, (4,)), (2, (2, 2))):
         expect(f"groups of at most {largest}", best_groups([20], 4, fast, 48, largest, equal=True)[1], want)
-    costs = Costs(1, 1, 3, 1, Links(4, 1, 1))
+    costs = Costs(1, 1, 3, 1, Links(4, 1, 1))  # the example before divisions()
+    for groups, want in {(1, 1, 1, 1): 230, (2, 2): 231, (4,): 261, (2, 1, 1): 195}.items():
+        expect(f"20, 14 and 14 tokens by {groups}", layer_time(grouped([20, 14, 14], groups, costs, 48), costs), want)
     for equal, want in ((True, (230, (1, 1, 1, 1))), (False, (195, (2, 1, 1)))):
         expect("20, 14 and 14 tokens", best_groups([20, 14, 14], 4, costs, 48, 4, equal)[:2], want)
 
@@ -4358,8 +4381,7 @@ def check_flow(seeds=20):
         require(all(full), "a micro-batch could have been larger")
     for encode, backbone, n, want in ((1, 3, 4, 1), (2, 1, 6, 4), (9, 1, 2, 1)):
         expect(f"ranks of {n} for {encode} : {backbone} s", allocate([Sample(encode, backbone)] * 5, n), want)
-    # Two pools: 2, 1, 1 s encoded one after the other, then 1, 1, 1 s by the other rank, each alone or all together;
-    # and four of 1 + 1 s, two ranks of each kind.
+    # Two pools: section 10's example, each sample alone or all together; and four of 1 + 1 s, two ranks of each kind.
     pools = [Sample(2, 1), Sample(1, 1), Sample(1, 1)]
     half = lambda *seconds: [Sample(0.5, s - 0.5) for s in seconds]  # noqa: E731
     for way, samples, sizes, want in (
