@@ -3453,24 +3453,17 @@ class Elastic:
 # are not slow, so the (n - 1)-th fastest is taken.
 
 
-def message_delays(slow=()):
+def message_delays():
     """(n, n) seconds from a barrier until a message from rank i (row) has arrived at rank j (column), the least of
-    two, on all ranks (gloo). In turn k, each rank sends to the k-th after it. slow: {("sender", i),
-    ("receiver", j) or ("link", i, j): seconds} that are waited there, for a test."""
-    n, me, slow = dist.get_world_size(), dist.get_rank(), dict(slow)
+    two, on all ranks (gloo). In turn k, each rank sends to the k-th after it."""
+    n, me = dist.get_world_size(), dist.get_rank()
     delays = torch.full((n, n), math.inf)
-
-    def send(to):
-        time.sleep(slow.get(("sender", me), 0) + slow.get(("link", me, to), 0))
-        dist.send(torch.zeros(1), to)
-
     for k in list(range(1, n)) * 2:
         to, source = (me + k) % n, (me - k) % n
-        sender = threading.Thread(target=send, args=(to,))  # so that a slow sender is no slow receiver
+        sender = threading.Thread(target=dist.send, args=(torch.zeros(1), to))  # or a slow sender would receive late
         dist.barrier()
         start = time.perf_counter()
         sender.start()
-        time.sleep(slow.get(("receiver", me), 0))
         dist.recv(torch.zeros(1), source)
         delays[source, me] = min(delays[source, me].item(), time.perf_counter() - start)
         sender.join()
@@ -4627,8 +4620,14 @@ SLOW = [(), [("sender", 1)], [("receiver", 2)], [("link", 3, 0)], [("sender", 3)
 
 
 def name_slow(seconds=0.15):
-    """What find_slow names for each entry of SLOW, while processes sleep there."""
-    return [find_slow(message_delays({fault: seconds for fault in faults}), least=seconds / 3) for faults in SLOW]
+    """What find_slow names for each entry of SLOW, while processes sleep before they send or receive."""
+    found, me, send, receive = [], dist.get_rank(), dist.send, dist.recv
+    for faults in SLOW:
+        wait = lambda *places, faults=faults: time.sleep(seconds * any(x in faults for x in places))  # noqa: E731
+        dist.send = lambda x, to: (wait(("sender", me), ("link", me, to)), send(x, to))  # noqa: B023
+        dist.recv = lambda x, source: (wait(("receiver", me)), receive(x, source))  # noqa: B023
+        found.append(find_slow(message_delays(), least=seconds / 3))
+    return found
 
 
 def check_slow(seeds=30):
@@ -4946,8 +4945,8 @@ def measure_overlap():
 
 
 def subgroups():
-    """(k, groups with tp = k) for 1, 2, 4, ... ranks: the world as several groups of k, all at work."""
-    n, k = dist.get_world_size(), 1
+    """(k, groups with tp = k) for k = 2, 4, ...: the world as several groups of k, all at work."""
+    n, k = dist.get_world_size(), 2
     while n % k == 0:
         yield k, mesh(dp=n // k, tp=k)
         k *= 2
@@ -4955,79 +4954,74 @@ def subgroups():
 
 def measure_tensor():
     """GPUs: one layer forward and backward, D = 4096, 8192 tokens, bf16, over 1, 2, 4 GPUs."""
-    rows, alone = [], None
+
+    def time_of(group, sequence=False):
+        model = built(256, 1024, 1, 32, 4096, dtype=torch.bfloat16)
+        tensor_parallel(model, group, sequence)
+        x = torch.randn(8, 1024 // (size(group) if sequence else 1), 4096, device=here(), dtype=torch.bfloat16)
+        x.requires_grad_()
+
+        def step():
+            y = run_blocks(model, x)
+            y.backward(y.detach())
+
+        return timed(step, 5, 15)
+
+    alone = time_of(None)
+    rows = [Row("a layer on 1 GPU: time", "-", None, alone, "ms", None)]
     for k, groups in subgroups():
         message = torch.zeros(8, 1024, 4096, device=here(), dtype=torch.bfloat16)
-        one_sum = timed(functools.partial(dist.all_reduce, message, group=groups.tp), 5, 15) if k > 1 else 0.0
-        for sequence in (False, True)[: 1 + (k > 1)]:
-            model = built(256, 1024, 1, 32, 4096, dtype=torch.bfloat16)
-            tensor_parallel(model, groups.tp, sequence)
-            x = torch.randn(8, 1024 // (k if sequence else 1), 4096, device=here(), dtype=torch.bfloat16)
-            x.requires_grad_()
-
-            def step(model=model, x=x):
-                y = run_blocks(model, x)
-                y.backward(y.detach())
-
-            time_ = timed(step, 5, 15)
-            alone = alone or time_
-            sums = 5 if sequence else 4
-            if k == 1:
-                rows.append(Row("a layer on 1 GPU: time", "-", None, alone, "ms", None))
-            else:
-                rows.append(Row(f"a layer, TP = {k}{' + SP' * sequence}: time", f"t/n + {sums} all-reduces",
-                                alone / k + sums * one_sum, time_, "ms", (0.85, 1.25)))
+        one_sum = timed(functools.partial(dist.all_reduce, message, group=groups.tp), 5, 15)
+        for sequence, sums in ((False, 4), (True, 5)):
+            rows.append(Row(f"a layer, TP = {k}{' + SP' * sequence}: time", f"t/n + {sums} all-reduces",
+                            alone / k + sums * one_sum, time_of(groups.tp, sequence), "ms", (0.85, 1.25)))
     return rows
 
 
 def measure_vocabulary(N=8192, V=256000, D=2304):
     """GPUs: cut cross-entropy, loss and exact gradients, over 1, 2, 4 GPUs: time, and bytes beyond inputs."""
-    rows, alone = [], None
-    for k, groups in subgroups():
-        start, stop = shares(V, k)[rank_in(groups.tp)]
+
+    def time_and_peak(group):
+        start, stop = shares(V, size(group))[rank_in(group)]
         torch.manual_seed(0)
         E, x = torch.randn(N, D, device=here(), dtype=torch.bfloat16), torch.randint(V, (N,), device=here())
         C = torch.randn(stop - start, D, device=here(), dtype=torch.bfloat16) / math.sqrt(D)
         E, C = E.requires_grad_(), C.requires_grad_()
 
-        def step(E=E, C=C, x=x, groups=groups):
+        def step():
             E.grad = C.grad = None
-            vocab_parallel_cross_entropy(E, C, x, groups.tp, V).backward()
+            vocab_parallel_cross_entropy(E, C, x, group, V).backward()
 
         time_ = timed(step, 3, 9)
         E.grad = C.grad = None
-        peak = base.peak_bytes(step, here()) / MIB
-        if k == 1:
-            alone, dC = (time_, peak), 2 * V * D / MIB
-            rows += [Row("loss, gradients, 1 GPU: time", "-", None, time_, "ms", None),
-                     Row("  their peak", "-", None, peak, band=None)]
-        else:
-            rows += [Row(f"loss, gradients, {k} GPUs: time", "t/n", alone[0] / k, time_, "ms", (0.95, 1.25)),
-                     Row("  their peak", "dC/n + all else", dC / k + alone[1] - dC, peak)]
+        return time_, base.peak_bytes(step, here()) / MIB
+
+    (alone, peak), dC = time_and_peak(None), 2 * V * D / MIB
+    rows = [Row("loss, gradients, 1 GPU: time", "-", None, alone, "ms", None),
+            Row("  their peak", "-", None, peak, band=None)]
+    for k, groups in subgroups():
+        time_, less = time_and_peak(groups.tp)
+        rows += [Row(f"loss, gradients, {k} GPUs: time", "t/n", alone / k, time_, "ms", (0.95, 1.25)),
+                 Row("  their peak", "dC/n + all else", dC / k + peak - dC, less)]
     return rows
 
 
 def measure_ring(B=1, H=16, T=65536, d=128):
     """GPUs: causal attention of one sequence forward and backward, over all ranks."""
-    n, rows, alone = dist.get_world_size(), [], None
-    group = mesh(cp=n).cp
-    for name, ways in (("on 1 GPU", None), ("contiguous", False), ("zigzag", True)):
+    n, group = dist.get_world_size(), mesh(cp=dist.get_world_size()).cp
+
+    def time_of(attention, T):
         torch.manual_seed(0)
-        shape = (B, H, T if ways is None else T // n, d)
-        q, k, v = (torch.randn(shape, device=here(), dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+        q, k, v = (torch.randn(B, H, T, d, device=here(), dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+        return timed(lambda: attention(q, k, v).backward(q.detach()))
 
-        def step(q=q, k=k, v=v, ways=ways):
-            out = base.causal_attention(q, k, v) if ways is None else ring_attention(q, k, v, group, ways)
-            out.backward(q.detach())
-
-        time_ = timed(step)
-        if ways is None:
-            alone = time_
-            rows.append(Row(f"{T:,} keys, {name}: time", "-", None, alone, "ms", None))
-        else:
-            share = max(attention_work(T, n, ways)) / (T * (T + 1) // 2)
-            rows.append(Row(f"{T:,} keys, {name}: time", "t x most pairs of a rank", alone * share, time_, "ms",
-                            (0.9, 1.5)))
+    alone = time_of(base.causal_attention, T)
+    rows = [Row(f"{T:,} keys, on 1 GPU: time", "-", None, alone, "ms", None)]
+    for name, zigzag in (("contiguous", False), ("zigzag", True)):
+        share = max(attention_work(T, n, zigzag)) / (T * (T + 1) // 2)
+        measured = time_of(functools.partial(ring_attention, group=group, zigzag=zigzag), T // n)
+        rows.append(Row(f"{T:,} keys, {name}: time", "t x most pairs of a rank", alone * share, measured, "ms",
+                        (0.9, 1.5)))
     return rows
 
 
