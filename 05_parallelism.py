@@ -117,13 +117,11 @@ LAST_MOMENT = 10  # seconds to end in: of a replacement when all others have, of
 
 def join_group(device, timeout=600):
     """Join the torch.distributed group of the environment (RANK, WORLD_SIZE, ...): NCCL on "cuda", gloo on "cpu"."""
-    options = dict(timeout=datetime.timedelta(seconds=timeout))
-    if device == "cuda":
-        gpu = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    gpu = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if device == "cuda" else None
+    if gpu is not None:
         torch.cuda.set_device(gpu)
-        dist.init_process_group("nccl", device_id=gpu, **options)
-    else:
-        dist.init_process_group("gloo", **options)
+    timeout = datetime.timedelta(seconds=timeout)
+    dist.init_process_group("gloo" if gpu is None else "nccl", timeout=timeout, device_id=gpu)
 
 
 def _follow_parent():
@@ -134,10 +132,10 @@ def _follow_parent():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _rank_main(index, first, seat, fn, ranks, port, device, timeout, args):
-    """Runs in each child: join the process group, call fn(*args), leave. seat: the rank whose place it takes."""
+def _rank_main(index, places, fn, ranks, port, device, timeout, args):
+    """Runs in each child: join the process group, call fn(*args), leave. places: _Family.start()'s."""
     threading.Thread(target=_follow_parent, daemon=True).start()
-    rank, seat = first + index, first + index if seat is None else seat
+    rank, seat = places[index]
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(seat), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the store is the parent's, as under torchrun: rank 0 may die
@@ -167,48 +165,43 @@ class _Family:
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.setup = fn, ranks, self.store.port, torch.device(device).type, timeout, args
         self.method = _start_method(fn, device)
-        self.lost, self.contexts = [], []  # (processes started together, the first one's rank, whose place it takes)
+        self.lost, self.processes, self.running = [], [], {}  # running: by sentinel, what ended() takes
 
-    def start(self, first, count, seat=None):
+    def start(self, places):
+        """A process for each place: (its rank, the rank whose seat it takes: its own but for a replacement)."""
         context = torch.multiprocessing.start_processes(
-            _rank_main, (first, seat, *self.setup), count, join=False, daemon=True, start_method=self.method
-        )
-        self.contexts.append((context, first, seat))
-
-    def processes(self):
-        return [process for context, *_ in self.contexts for process in context.processes]
+            _rank_main, (places, *self.setup), len(places), join=False, daemon=True, start_method=self.method)
+        self.processes += context.processes
+        for process, place in zip(context.processes, places, strict=True):
+            self.running[process.sentinel] = context, process, *place
 
     def watch(self):
         """Until all have ended, or replacements alone are left and had their last moment."""
         deadline = math.inf
-        while True:  # sentinels: those of a context that have not ended well yet
-            running = {key: (*item, i) for item in self.contexts for key, i in item[0].sentinels.items()}
-            if not running or time.monotonic() > deadline:
-                break
-            first_ones = self.contexts[0][0]
-            if deadline == math.inf and not first_ones.sentinels and any(p.exitcode == 0 for p in first_ones.processes):
-                deadline = time.monotonic() + LAST_MOMENT
-            for sentinel in multiprocessing.connection.wait(list(running), timeout=1):
-                self.ended(sentinel, *running[sentinel])
+        while self.running and time.monotonic() <= deadline:
+            alone = all(rank != seat for *_, rank, seat in self.running.values())
+            if alone and any(process.exitcode == 0 for process in self.processes[: self.ranks]):
+                deadline = min(deadline, time.monotonic() + LAST_MOMENT)
+            for sentinel in multiprocessing.connection.wait(list(self.running), timeout=1):
+                self.ended(*self.running[sentinel])
 
-    def ended(self, sentinel, context, first, seat, index):
-        """What to do about a process that has: note it, start another in its place, or raise its error."""
-        context.processes[index].join()
-        status = context.processes[index].exitcode
-        if status == 0:
-            del context.sentinels[sentinel]
-        elif seat is not None and (status > 0 or len(self.lost) >= self.spare):  # the others do without it
-            del context.sentinels[sentinel]
-            self.store.set(f"gone/{first + index}", "")
-            print(f"the replacement of process {seat} ended with status {status}", file=sys.stderr)
-        elif status < 0 and len(self.lost) < self.spare:
-            del context.sentinels[sentinel]
-            self.lost.append(first + index)
-            self.store.set(f"gone/{first + index}", "")
+    def ended(self, context, process, rank, seat):
+        """What to do about a process that has: raise its error, or note it and start another in its place."""
+        process.join()
+        status, spared = process.exitcode, len(self.lost) < self.spare
+        if status and rank == seat and (status > 0 or not spared):
+            context.join(timeout=0)  # raises the error of a rank that failed; at times only when called again
+            return
+        del self.running[process.sentinel]
+        context.sentinels.pop(process.sentinel, None)  # so that join() tells of others
+        if status:
+            self.store.set(f"gone/{rank}", "")
+        if status < 0 and spared:
+            self.lost.append(rank)
             if self.replace:
-                self.start(self.ranks + len(self.lost) - 1, 1, first + index if seat is None else seat)
-        else:
-            context.join(timeout=0)  # raises the error of a rank that failed
+                self.start([(self.ranks + len(self.lost) - 1, seat)])
+        elif status:  # the others do without it
+            print(f"the replacement of process {seat} ended with status {status}", file=sys.stderr)
 
 
 def spawn(fn, ranks, device="cpu", args=(), timeout=300, grace=30, spare=0, replace=False):
@@ -221,26 +214,22 @@ def spawn(fn, ranks, device="cpu", args=(), timeout=300, grace=30, spare=0, repl
     fails, the others go on, and when they have done their work it has 10 seconds left. Ctrl-C and SIGTERM are passed
     on; ranks that have not left after `grace` seconds are killed, and KeyboardInterrupt or SystemExit(143) is raised.
     Returns the ranks that were lost."""
-
-    def terminated(signum, frame):
-        raise SystemExit(128 + signum)
-
-    handlers = {signal.SIGTERM: terminated, signal.SIGINT: signal.default_int_handler}  # ignored after a script's `&`
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it tells of each process that it ends
     family = _Family(fn, ranks, device, args, timeout, spare, replace)
-    previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    previous = {signal.SIGTERM: signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number)),
+                signal.SIGINT: signal.signal(signal.SIGINT, signal.default_int_handler)}  # ignored after a script's `&`
     try:
-        family.start(0, ranks)
+        family.start([(rank, rank) for rank in range(ranks)])
         family.watch()
     except (KeyboardInterrupt, SystemExit):
-        for process in family.processes():
+        for process in family.processes:
             process.terminate()
         deadline = time.monotonic() + grace
-        for process in family.processes():
+        for process in family.processes:
             process.join(max(0, deadline - time.monotonic()))
         raise
     finally:
-        for process in family.processes():
+        for process in family.processes:
             process.kill()
         for number, handler in previous.items():
             signal.signal(number, handler)
@@ -260,16 +249,16 @@ def enough_queues():
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
 
 
-def fleet(function, ranks, *arguments, stage, device=None, timeout=TIMEOUT, spare=0, replace=False):
+def fleet(function, ranks, *arguments, stage, device=None, timeout=TIMEOUT, **options):
     """{rank: what function(*arguments) returned there} of new processes, by rank. function: a name in `stage`, a file's
-    globals(), whose planted bugs (of its BREAKS, near the end of this file) the processes have, too. spare, replace: as
-    in spawn(). What went wrong is raised here, in one line: AssertionError or ValueError as there, else OSError."""
+    globals(), whose planted bugs (of its BREAKS, near the end of this file) the processes have, too. options: as in
+    spawn(). What went wrong is raised here, in one line: AssertionError or ValueError as there, else OSError."""
     planted = [name for name, (_, attribute, bug) in stage["BREAKS"].items() if stage[attribute] is bug]
     enough_queues()
     with tempfile.TemporaryDirectory() as folder:
         what = Path(stage["__file__"]).stem, function, planted, folder, arguments
         try:
-            spawn(run_in_fleet, ranks, device or device_for(ranks), what, timeout, spare=spare, replace=replace)
+            spawn(run_in_fleet, ranks, device or device_for(ranks), what, timeout, **options)
         except (ProcessExitedException, ProcessRaisedException) as error:
             raise error_of_ranks(folder, error) from None
         files = {int(file.stem): file for file in Path(folder).glob("*.pt")}
@@ -280,13 +269,13 @@ def fleet(function, ranks, *arguments, stage, device=None, timeout=TIMEOUT, spar
 
 def error_of_ranks(folder, error):
     """What the ranks said, as one error. A rank that fails makes others fail otherwise: its error is what counts."""
-    said = {int(file.stem): file.read_text().partition(":")[::2] for file in Path(folder).glob("*.error")}
+    said = sorted((int(file.stem), *file.read_text().split(":", 1)) for file in Path(folder).glob("*.error"))
     if not said:
         return OSError(f"a rank ended before its work: {str(error).strip().splitlines()[-1]}")
     known = {"AssertionError": AssertionError, "BadInput": base.BadInput, "ValueError": ValueError}
-    kinds = [kind for _, (kind, _) in sorted(said.items())]
+    kinds = [kind for _, kind, _ in said]
     worst, texts = next((kind for kind in known if kind in kinds), kinds[0]), {}
-    for rank, (kind, text) in sorted(said.items()):
+    for rank, kind, text in said:
         if kind == worst:
             texts.setdefault(text, []).append(str(rank))
     return known.get(worst, OSError)("; ".join(f"rank {', '.join(ranks)}: {text}" for text, ranks in texts.items()))
@@ -412,8 +401,7 @@ def meet(where, timeout):
     while not store.check(keys):
         if time.monotonic() > deadline:
             missing = [r for r, key in enumerate(keys) if not store.check([key])]
-            raise TimeoutError(f"rank(s) {missing} of {world} did not come to {where} in {timeout} s: what did they "
-                               "print?")
+            raise TimeoutError(f"rank(s) {missing} of {world} did not come to {where} in {timeout} s: see their output")
         time.sleep(0.005)
 
 
@@ -436,8 +424,7 @@ scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 
 def count(kind, nbytes, group):
-    n = size(group)
-    sent[kind] += nbytes * (n - 1) // n
+    sent[kind] += nbytes * (size(group) - 1) // size(group)
 
 
 def all_reduce(x, group, op=dist.ReduceOp.SUM):
@@ -515,14 +502,14 @@ class Buckets:
 
     def __init__(self, lists, reduce, multiple=1, bounded=False):
         self.lists, self.reduce, self.multiple, self.bounded, self.enabled = lists, reduce, multiple, bounded, True
-        self.place = {p: (i, at) for i, ps in enumerate(lists) for p, at in zip(ps, offsets(ps), strict=True)}
+        self.list_of = {p: i for i, parameters in enumerate(lists) for p in parameters}
         self.begin()
-        self.hooks = [p.register_post_accumulate_grad_hook(self.ready) for p in self.place]
+        self.hooks = [p.register_post_accumulate_grad_hook(self.ready) for p in self.list_of]
 
     def begin(self):
         self.next = 0  # the list that is reduced next
         self.flat, self.made, self.handles = {}, [], []
-        self.missing = [set(ps) for ps in self.lists]
+        self.missing = [dict(zip(ps, offsets(ps), strict=True)) for ps in self.lists]  # {p: where its gradient goes}
 
     def close(self):
         """Leave the parameters alone from now on."""
@@ -533,7 +520,7 @@ class Buckets:
         """Autograd's hook: this backward pass has added all that it will add to p.grad."""
         if not self.enabled:
             return
-        if p not in self.missing[self.place[p][0]]:
+        if p not in self.missing[self.list_of[p]]:
             raise RuntimeError("a second backward pass before finish(): the first one's gradients are on their way")
         self.take(p)
         while self.next < len(self.lists) and not self.missing[self.next]:
@@ -541,36 +528,36 @@ class Buckets:
 
     def take(self, p):
         """Move p's gradient, zeros if it has none, to its place."""
-        i, at = self.place[p]
+        i = self.list_of[p]
+        at = self.missing[i].pop(p)
         if i not in self.flat:
             numbers = sum(p.numel() for p in self.lists[i])
             self.flat[i] = p.new_zeros(-(-numbers // self.multiple) * self.multiple)
         if p.grad is not None:
             self.flat[i][at : at + p.numel()].copy_(p.grad.reshape(-1))
             p.grad = None
-        self.missing[i].discard(p)
 
     def launch(self):
         for p in list(self.missing[self.next]):  # not used in this pass; of an earlier micro-batch, perhaps
             self.take(p)
         made, handle = self.reduce(self.next, self.flat.pop(self.next))
         self.made.append(made)
-        self.handles.append(handle)
-        if self.bounded and self.next:
-            self.wait(self.next - 1)
+        if self.bounded:
+            self.wait()
+        if handle is not None:
+            self.handles.append(handle)
         self.next += 1
 
-    def wait(self, i):
-        if self.handles[i] is not None:
-            self.handles[i].wait()
-        self.handles[i] = None  # it holds the flat vector
+    def wait(self):
+        """For what was started. A handle holds its flat vector, and so is let go."""
+        while self.handles:
+            self.handles.pop(0).wait()
 
     def finish(self):
         """Reduce what backward did not reach, wait for all; what reduce() made, by list."""
         while self.next < len(self.lists):
             self.launch()
-        for i in range(len(self.lists)):
-            self.wait(i)
+        self.wait()
         made = self.made
         self.begin()
         return made
@@ -672,15 +659,13 @@ class Unit:
         for p, view in zip(parameters, views(self.flat, parameters), strict=True):
             view.copy_(p.detach())
             p.data = view
-        self.part = self.part_of(self.flat).clone() if drops else self.part_of(self.flat)
+        part = self.flat.chunk(n)[rank_in(group)]
+        self.part = part.clone() if drops else part
         # What the optimizer steps: the part itself, or its fp32 master where weights are narrower.
         self.master = nn.Parameter(self.part.to(torch.promote_types(self.part.dtype, torch.float32)))
         self.optimizer = torch.optim.AdamW([self.master], **options)
         self.gradient = None  # (padded / n), a sum over ranks, between finish() and step()
         self.drop()
-
-    def part_of(self, flat):
-        return flat.chunk(size(self.group))[rank_in(self.group)]
 
     def fetch(self):
         """Stage 3: the whole weights, gathered unless they are there."""
@@ -723,12 +708,6 @@ class Unit:
         else:
             self.collect()
 
-    def held(self):
-        """Every tensor that this rank holds for the unit."""
-        states = [t for state in self.optimizer.state.values() for t in state.values() if t.dim()]
-        ours = [self.flat, self.part, self.master.detach(), *states]
-        return ours + [t for t in (self.gradient, *(p.grad for p in self.parameters)) if t is not None]
-
 
 class Zero:
     """ZeRO stages 2 and 3 of a GPT of 01. Its units are the embedding, each block, and the rest: last norm, classifier.
@@ -744,22 +723,20 @@ class Zero:
             raise base.BadInput("stage 3 with a classifier tied to the embedding: use stage 2, or a copy of the weight")
         if not all(p.requires_grad for p in model.parameters()):
             raise base.BadInput("a frozen parameter: ZeRO steps all of them: train it, or use data_parallel")
-        modules = [model.embedding, *model.blocks]
-        lists = [list(module.parameters()) for module in modules]
-        inside = {p for parameters in lists for p in parameters}
-        lists.append([p for p in model.parameters() if p not in inside])
+        modules = [model.embedding, *model.blocks, model]
+        owner = {p: module for module in reversed(modules) for p in module.parameters()}  # the first that has it
+        lists = [[p for p in module.parameters() if owner[p] is module] for module in modules]
         if any(len({p.dtype for p in parameters}) > 1 for parameters in lists):
             raise base.BadInput("ZeRO's units are flat vectors, of one dtype each: cast the model to one")
         self.units = [Unit(parameters, group, stage == 3, adamw) for parameters in lists]
         backwards = self.units[::-1]  # the order in which backward finishes them
         self.buckets = Buckets([unit.parameters for unit in backwards],
                                lambda i, flat: backwards[i].reduce(flat), size(group), bounded=True)
-        for i, unit in enumerate(self.units if stage == 3 else ()):
-            module = [*modules, model][i]
+        for module, unit in zip(modules, self.units, strict=True) if stage == 3 else ():
             module.register_forward_pre_hook(lambda *_, unit=unit: unit.fetch())
             if module is not model:  # the loss, outside of any module, reads the classifier, which stays for it
                 module.register_forward_hook(lambda *_, unit=unit: unit.drop())
-            if module in modules[1:]:  # an embedding's backward does not read the weights
+            if module in modules[1:-1]:  # an embedding's backward does not read the weights
                 module.register_full_backward_pre_hook(lambda *_, unit=unit: unit.fetch())
 
     def finish(self):
@@ -774,8 +751,11 @@ class Zero:
 
     def resident(self):
         """Bytes of weights, gradients and optimizer state that this rank holds: of every storage once."""
-        tensors = [t for unit in self.units for t in unit.held()] + list(self.buckets.flat.values())
-        storages = [t.untyped_storage() for t in tensors]
+        tensors = list(self.buckets.flat.values())
+        for unit in self.units:
+            tensors += [unit.flat, unit.part, unit.master, unit.gradient, *(p.grad for p in unit.parameters)]
+            tensors += [t for state in unit.optimizer.state.values() for t in state.values() if t.dim()]
+        storages = [t.untyped_storage() for t in tensors if t is not None]
         return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
@@ -977,9 +957,8 @@ def join_slices(lse, target_logit, group):
     return top + total.log(), target_logit
 
 
-def vocab_parallel_cross_entropy(
-    E, C, targets, group, vocab, *, sequence=False, loss=cce.linear_cross_entropy, **options
-):
+def vocab_parallel_cross_entropy(E, C, targets, group, vocab, *, sequence=False, loss=cce.linear_cross_entropy,
+                                 **options):
     """02's linear_cross_entropy of E (..., D), the same on all ranks of the group, for a classifier of `vocab` classes
     of which this rank holds C, rows shares(vocab, n)[rank]. targets (...), classes of the whole. The same loss on all
     ranks; dC of the own rows; dE whole. `sequence`: E is (B, T/n, D), as tensor_parallel(sequence=True) gives it.
@@ -1010,10 +989,10 @@ def ranks_of(p, group):
     """04's Ranks of a parameter that was cut over this group. Muon's update of the whole matrix is made by every rank,
     from their parts of the momentum's look ahead: muon_traffic. Adam-mini adds up the squares of a row whose columns
     are cut: an all-reduce of M numbers."""
-    own_part = lambda whole: whole.chunk(size(group), p.cut)[rank_in(group)]  # noqa: E731
     columns = p.shape[1] * (size(group) if p.cut == 1 else 1)
     return forging.Ranks(columns, functools.partial(all_reduce, group=group),
-                         functools.partial(gather, group=group, dim=p.cut), own_part)
+                         functools.partial(gather, group=group, dim=p.cut),
+                         lambda whole: whole.chunk(size(group), p.cut)[rank_in(group)])
 
 
 def muon_traffic(M, K, n, itemsize=2):
@@ -3633,7 +3612,7 @@ def check_data_parallel():
     worst = compare("data parallel", found, adamw_steps(tiny(n), batches, lr=1e-3))
     parameters, buckets = list(model.parameters()), len(handle.lists)
     require(3 < buckets < len(parameters), f"{buckets} buckets: too few to test their order, or one a parameter")
-    expect("the bucket of the classifier, whose gradient is there first", handle.place[model.classifier][0], 0)
+    expect("the bucket of the classifier, whose gradient is there first", handle.list_of[model.classifier], 0)
     late = buckets - min(started)
     require(late <= 2, f"{late} of {buckets} buckets had not begun when backward came to its last gradient")
     (tokens, targets), blocks = mine[0], model.blocks
