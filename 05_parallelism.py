@@ -1043,14 +1043,14 @@ def gpipe(p, m):
 
 def one_f_one_b(p, m):
     """As soon as the last stage has a result, one backward for one forward: at most p - rank in flight. 2006.09503."""
-    lists = []
-    for rank in range(p):
-        warm = min(m, p - rank - 1)
-        ops = [Op("F", i) for i in range(warm)]
-        for i in range(m):
-            ops += [Op("F", i + warm)] * (i + warm < m) + [Op("B", i)]
-        lists.append(ops)
-    return lists
+    forwards, backwards = ([Op(kind, i) for i in range(m)] for kind in "FB")
+    return [in_turn(forwards, backwards, p - rank - 1) for rank in range(p)]
+
+
+def in_turn(forwards, backwards, warm):
+    """`warm` forwards, then one forward and one backward in turn, then what is left of the backwards."""
+    pairs = itertools.zip_longest(forwards[warm:], backwards)
+    return forwards[:warm] + [op for pair in pairs for op in pair if op]
 
 
 # Interleaved. Rank r has v thin stages, r, r + p, ...: it waits for thin ones, so the bubble is (p - 1) / (v m), for v
@@ -1068,20 +1068,10 @@ def interleaved(p, m, chunks=2):
     if m % p:
         raise base.BadInput(f"{m} micro-batches over {p} ranks: interleaving needs a multiple of {p}")
 
-    def nth(kind, k):
-        """The k-th forward or backward of a rank."""
-        lap, turn = divmod(k, p * chunks)  # in a lap, p micro-batches go through all chunks
-        chunk = turn // p if kind == "F" else chunks - 1 - turn // p
-        return Op(kind, lap * p + k % p, chunk)
-
-    lists, total = [], m * chunks
-    for rank in range(p):
-        warm = min(total, 2 * (p - rank - 1) + (chunks - 1) * p)
-        ops = [nth("F", k) for k in range(warm)]
-        for k in range(total):
-            ops += [nth("F", k + warm)] * (k + warm < total) + [nth("B", k)]
-        lists.append(ops)
-    return lists
+    laps = range(0, m, p)  # in a lap, p micro-batches go through all chunks
+    forwards = [Op("F", lap + i, chunk) for lap in laps for chunk in range(chunks) for i in range(p)]
+    backwards = [Op("B", op.micro, chunks - 1 - op.chunk) for op in forwards]
+    return [in_turn(forwards, backwards, 2 * (p - rank - 1) + (chunks - 1) * p) for rank in range(p)]
 
 
 # Zero bubble. The rank before waits for a backward's dX, nobody for its dW. Split them (B, W = 1 each; W is * below),
@@ -1153,8 +1143,7 @@ def play(tasks):
                 held_up.update(task.on)
                 left.append(task)
         if len(left) == len(waiting):
-            raise base.BadInput(f"{len(left)} tasks wait for each other: one stands before what it needs: "
-                                f"{left[0].name}")
+            raise base.BadInput(f"{len(left)} tasks wait for each other, the first is {left[0].name}: put it later")
         waiting = left
     return times
 
@@ -1165,10 +1154,10 @@ def span(tasks):
 
 
 class Timeline(NamedTuple):
-    """start {(rank, Op): time}, span of the whole, bubble: idle time / work of a rank, and the largest number of
-    micro-batches (times chunks) that each rank held."""
+    """times {(kind, micro-batch, stage): (start, end)}, span of the whole, bubble: idle time / work of a rank, and the
+    largest number of micro-batches (times chunks) that each rank held."""
 
-    start: dict
+    times: dict
     span: float
     bubble: float
     peak: list
@@ -1180,9 +1169,6 @@ def simulate(lists, cost):
     would send and receive in different orders."""
     p, tasks, peak = len(lists), [], []
     stages = p * (1 + max(op.chunk for ops in lists for op in ops))
-    for source in range(p):
-        refuse_other_order(lists, source, "F", +1)
-        refuse_other_order(lists, source, "B", -1)
     last = "W" if any(op.kind == "W" for ops in lists for op in ops) else "B"
     for rank, ops in enumerate(lists):
         for op in ops:
@@ -1193,36 +1179,26 @@ def simulate(lists, cost):
             tasks.append(Task((op.kind, op.micro, stage), (rank,), cost[op.kind], needs))
         held = itertools.accumulate((op.kind == "F") - (op.kind == last) for op in ops)
         peak.append(max(held))
+    place = {task.name: i for i, task in enumerate(tasks)}
+    for rank, (kind, step) in itertools.product(range(p), dict(F=-1, B=+1).items()):  # a wire has no names either
+        order = [place[need] for task in tasks for need in task.needs  # of what the rank receives, where it was made
+                 if task.on == (rank,) and task.name[0] == need[0] == kind and need in place]
+        if order != sorted(order):
+            raise base.BadInput(f"rank {(rank + step) % p} sends results of {kind} in another order than is wanted")
     times = play(tasks)
-    start = {(rank, op): times[op.kind, op.micro, op.chunk * p + rank][0]
-             for rank, ops in enumerate(lists) for op in ops}
     total, work = max(end for _, end in times.values()), max(sum(cost[op.kind] for op in ops) for ops in lists)
-    return Timeline(start, total, total / work - 1, peak)
-
-
-def refuse_other_order(lists, source, kind, step):
-    """Refuse lists of which a rank would send its results of a kind in another order than the next one wants them: a
-    wire has no names either."""
-    p, target = len(lists), (source + step) % len(lists)
-    made = [(op.micro, op.chunk * p + source + step) for op in lists[source] if op.kind == kind]
-    wanted = [(op.micro, op.chunk * p + target) for op in lists[target] if op.kind == kind]
-    both = set(made) & set(wanted)
-    if [x for x in made if x in both] != [x for x in wanted if x in both]:
-        raise base.BadInput(f"rank {source} sends results of {kind} in another order than they are received in")
+    return Timeline(times, total, total / work - 1, peak)
 
 
 def chart(lists, cost):
     """A row a rank, a column a unit of time: forwards are digits, backwards letters, W is *, waiting is a dot."""
-    rows = []
     timeline = simulate(lists, cost)
-    for rank, ops in enumerate(lists):
-        row = ["."] * round(timeline.span)
-        for op in ops:
-            sign = {"F": str(op.micro % 10), "B": chr(97 + op.micro % 26), "W": "*"}[op.kind]
-            begin = round(timeline.start[rank, op])
-            row[begin : begin + round(cost[op.kind])] = sign * round(cost[op.kind])
-        rows.append("".join(row))
-    return rows
+    rows = [["."] * round(timeline.span) for _ in lists]
+    for (kind, micro, stage), times in timeline.times.items():
+        begin, end = map(round, times)
+        sign = {"F": str(micro % 10), "B": chr(97 + micro % 26), "W": "*"}[kind]
+        rows[stage % len(lists)][begin:end] = sign * (end - begin)
+    return ["".join(row) for row in rows]
 
 
 # Now for the real thing. A stage's linear layers do not make dW in backward themselves, they leave the product to a
@@ -1438,8 +1414,7 @@ def split_sequence(x, group, zigzag=True, dim=1):
 def attention_work(T, n, zigzag):
     """Pairs of query and key that each rank computes for a causal sequence of T positions."""
     width = T // (n * (2 if zigzag else 1))
-    mine = [chunks_of(rank, n, zigzag) for rank in range(n)]
-    return [sum(width * (width + 1) // 2 + c * width * width for c in chunks) for chunks in mine]
+    return [sum(width * (width + 1) // 2 + c * width * width for c in chunks_of(rank, n, zigzag)) for rank in range(n)]
 
 
 def block_scores(q, k, causal):
@@ -1594,13 +1569,12 @@ def ring_attention(q, k, v, group, zigzag=True):
 def context_parallel(model, group, zigzag=True):
     """Give a GPT of 01 ring attention and this rank's positions, in place: it then takes split_sequence(tokens) of
     whole sequences of config.seq tokens. A rank's gradients are of its tokens: sum them with data_parallel."""
-    for name in ("cos", "sin"):
-        setattr(model, name, split_sequence(getattr(model, name), group, zigzag, dim=0))
+    model.cos, model.sin = (split_sequence(angles, group, zigzag, dim=0) for angles in (model.cos, model.sin))
 
     def attend(q, k, v):
         if q.shape[2] != len(model.cos):
-            raise base.BadInput(f"{q.shape[2]} positions on a rank, whose part of {model.config.seq} is "
-                                f"{len(model.cos)}: pass split_sequence of sequences of that length")
+            raise base.BadInput(f"{q.shape[2]} positions on a rank, not {len(model.cos)}: pass split_sequence of "
+                                f"sequences of {model.config.seq}")
         return ring_attention(q, k, v, group, zigzag)
 
     for block in model.blocks:
@@ -1916,11 +1890,10 @@ class Offload(saved_tensors_hooks):
     def __init__(self, model, folder=None, ahead=8):
         device = next(model.parameters()).device
         on_cpu = device.type == "cpu"
-        if on_cpu != (folder is not None):
-            raise base.BadInput("offload on a CPU: pass a folder to write to: all is in host memory already" if on_cpu
-                                else "offload on a GPU goes to host memory: leave the folder out")
-        if on_cpu and not Path(folder).is_dir():
-            raise base.BadInput(f"offload on a CPU: {folder} is no folder: make it first")
+        if on_cpu and not (folder and Path(folder).is_dir()):
+            raise base.BadInput(f"offload on a CPU: {folder} is no folder: make one to write to, and pass it")
+        if folder and not on_cpu:
+            raise base.BadInput("offload on a GPU goes to host memory: leave the folder out")
         self.stay = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
         self.folder, self.ahead, self.counts = folder, ahead, Counter()
         self.stream = None if on_cpu else torch.cuda.Stream(device)  # beside the one that computes
@@ -1939,8 +1912,7 @@ class Offload(saved_tensors_hooks):
             on_death(storage, self.known.pop, key, None)  # before its address means something else
             self.copies.append(copy_)
             self.flying.append(copy_)
-            self.counts["storages"] += 1
-            self.counts["bytes"] += storage.nbytes()
+            self.counts.update(storages=1, bytes=storage.nbytes())
         self.known[key].uses += 1
         while self.flying and (self.flying[0].written.done() or len(self.flying) > self.ahead):
             self.flying.pop(0).settle()
@@ -1959,7 +1931,9 @@ class Offload(saved_tensors_hooks):
         """Wait for copies that are still being made; delete the files, or give the host memory back."""
         self.thread.shutdown()
         for saved in self.copies:
-            saved.forget()
+            if isinstance(saved.away, Path):
+                saved.away.unlink(missing_ok=True)
+            saved.away, saved.uses = None, 0
 
 
 class StorageCopy:
@@ -1968,9 +1942,10 @@ class StorageCopy:
     def __init__(self, number, tensor, owner):
         self.number, self.owner, self.uses, self.fetched, self.device = number, owner, 0, None, tensor.device
         self.original, self.version = tensor.detach(), tensor._version  # detached, but writes are counted in both
-        self.size = tensor.untyped_storage().nbytes()
+        original = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+        self.size = original.nbytes
         self.away = owner.folder and Path(owner.folder, f"{os.getpid()}.{id(owner)}.{number}.saved")
-        self.written = owner.thread.submit(self.write, bytes_of(tensor.untyped_storage()), mark(tensor.device))
+        self.written = owner.thread.submit(self.write, original, mark(tensor.device))
 
     def write(self, original, event):
         if self.device.type == "cpu":
@@ -1983,8 +1958,7 @@ class StorageCopy:
 
     def same(self):
         if self.original._version != self.version:
-            raise RuntimeError("a tensor that was saved for backward was written to before it was copied: use an "
-                               "operation that is not in place")
+            raise RuntimeError("a saved tensor was written to before it was copied: use no operation in place")
 
     def settle(self):
         """The copy is there: let go of the original."""
@@ -1995,17 +1969,18 @@ class StorageCopy:
     def prefetch(self):
         if self.uses > 0 and self.original is None and self.fetched is None:
             target = torch.empty(self.size, dtype=torch.uint8, device=self.device)
-            self.fetched = target, self.owner.thread.submit(self.read, target, mark(self.device))
+            self.fetched = self.owner.thread.submit(self.read, target, mark(self.device))
 
     def read(self, target, event):
         if self.device.type == "cpu":
             with self.away.open("rb") as file:
                 file.readinto(target.numpy())
-            return
-        with torch.cuda.stream(self.owner.stream):
-            event.wait()
-            target.copy_(self.away, non_blocking=True)
-            self.owner.stream.synchronize()
+        else:
+            with torch.cuda.stream(self.owner.stream):
+                event.wait()
+                target.copy_(self.away, non_blocking=True)
+                self.owner.stream.synchronize()
+        return target
 
     def get(self):
         """The storage, for one of those who saved it."""
@@ -2014,25 +1989,16 @@ class StorageCopy:
         if self.original is not None:
             self.same()
             self.owner.counts["forwarded"] += 1
-            found = bytes_of(self.original.untyped_storage())
+            found = self.original
         else:
             self.owner.counts["late"] += self.fetched is None
             self.prefetch()
-            found, arrived = self.fetched
-            arrived.result()
+            found = self.fetched.result()
         self.uses -= 1
         if self.uses == 0:
             self.original = self.fetched = None
         return found.untyped_storage()
 
-    def forget(self):
-        if isinstance(self.away, Path):
-            self.away.unlink(missing_ok=True)
-        self.away, self.uses = None, 0
-
-
-def bytes_of(storage):
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def mark(device):
