@@ -1179,11 +1179,12 @@ def simulate(lists, cost):
             tasks.append(Task((op.kind, op.micro, stage), (rank,), cost[op.kind], needs))
         held = itertools.accumulate((op.kind == "F") - (op.kind == last) for op in ops)
         peak.append(max(held))
-    place = {task.name: i for i, task in enumerate(tasks)}
-    for rank, (kind, step) in itertools.product(range(p), dict(F=-1, B=+1).items()):  # a wire has no names either
-        order = [place[need] for task in tasks for need in task.needs  # of what the rank receives, where it was made
-                 if task.on == (rank,) and task.name[0] == need[0] == kind and need in place]
-        if order != sorted(order):
+    # A wire has no names either: what a rank receives must come in the order in which the sender makes it.
+    made = {task.name: i for i, task in enumerate(tasks)}
+    for rank, (kind, step) in itertools.product(range(p), dict(F=-1, B=+1).items()):
+        received = [made[need] for task in tasks if task.on == (rank,) and task.name[0] == kind
+                    for need in task.needs if need[0] == kind and need in made]
+        if received != sorted(received):
             raise base.BadInput(f"rank {(rank + step) % p} sends results of {kind} in another order than is wanted")
     times = play(tasks)
     total, work = max(end for _, end in times.values()), max(sum(cost[op.kind] for op in ops) for ops in lists)
@@ -1890,9 +1891,9 @@ class Offload(saved_tensors_hooks):
     def __init__(self, model, folder=None, ahead=8):
         device = next(model.parameters()).device
         on_cpu = device.type == "cpu"
-        if on_cpu and not (folder and Path(folder).is_dir()):
+        if on_cpu and (folder is None or not Path(folder).is_dir()):
             raise base.BadInput(f"offload on a CPU: {folder} is no folder: make one to write to, and pass it")
-        if folder and not on_cpu:
+        if folder is not None and not on_cpu:
             raise base.BadInput("offload on a GPU goes to host memory: leave the folder out")
         self.stay = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
         self.folder, self.ahead, self.counts = folder, ahead, Counter()
@@ -1942,10 +1943,10 @@ class StorageCopy:
     def __init__(self, number, tensor, owner):
         self.number, self.owner, self.uses, self.fetched, self.device = number, owner, 0, None, tensor.device
         self.original, self.version = tensor.detach(), tensor._version  # detached, but writes are counted in both
-        original = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-        self.size = original.nbytes
+        whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+        self.size = whole.nbytes
         self.away = owner.folder and Path(owner.folder, f"{os.getpid()}.{id(owner)}.{number}.saved")
-        self.written = owner.thread.submit(self.write, original, mark(tensor.device))
+        self.written = owner.thread.submit(self.write, whole, mark(tensor.device))
 
     def write(self, original, event):
         if self.device.type == "cpu":
@@ -1998,7 +1999,6 @@ class StorageCopy:
         if self.uses == 0:
             self.original = self.fetched = None
         return found.untyped_storage()
-
 
 
 def mark(device):
