@@ -1469,7 +1469,7 @@ def merge(a, b):
     (out_a, lse_a), (out_b, lse_b) = a, b
     lse = torch.logaddexp(lse_a, lse_b)
     share = (lse_b - lse).exp().unsqueeze(-1)  # of b; a has the rest
-    return torch.lerp(out_a, out_b.to(out_a.dtype), share), lse
+    return torch.lerp(out_a, *(t.to(out_a.dtype) for t in (out_b, share))), lse
 
 
 def pass_on(x, group):
@@ -3368,12 +3368,12 @@ class Elastic:
             try:
                 loss, problem = self.gradient(step, tokens, targets), None
             except RuntimeError as error:  # a connection broke, or else it will fail again
-                problem = error
-            if self.membership.agreed(not problem):
+                problem = str(error)  # not the error, whose traceback would hold on to the old group
+            if self.membership.agreed(problem is None):
                 break
             if self.membership.members == failed:
                 raise RuntimeError(f"step {step} failed twice with ranks {failed}: is one slower than "
-                                   f"{self.timeout} s?") from problem
+                                   f"{self.timeout} s? {problem or ''}")
             failed = self.membership.members
             if not self.recover():
                 return None
