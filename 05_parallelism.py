@@ -3366,14 +3366,16 @@ class Elastic:
         failed = None
         while True:
             try:
-                loss, problem = self.gradient(step, tokens, targets), None
-            except RuntimeError as error:  # a connection broke, or else it will fail again
-                problem = str(error)  # not the error, whose traceback would hold on to the old group
-            if self.membership.agreed(problem is None):
+                loss, good = self.gradient(step, tokens, targets), True
+            except RuntimeError:  # a connection broke, or else it will fail again
+                if self.membership.members == failed:
+                    raise
+                good = False  # (the error is not kept: its traceback would hold on to the old group's connections)
+            if self.membership.agreed(good):
                 break
             if self.membership.members == failed:
                 raise RuntimeError(f"step {step} failed twice with ranks {failed}: is one slower than "
-                                   f"{self.timeout} s? {problem or ''}")
+                                   f"{self.timeout} s?")
             failed = self.membership.members
             if not self.recover():
                 return None
