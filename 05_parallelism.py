@@ -1713,27 +1713,6 @@ class Turned(torch.autograd.Function):
         return dqkv, None, None, None
 
 
-def norm_back(x, gradient):
-    """The gradient of x, of that of rms_norm(x)."""
-    return torch.func.vjp(base.rms_norm, x)[1](gradient)[0]
-
-
-class NormedEmbedding(torch.autograd.Function):
-    """rms_norm of the tokens (B, T) that were looked up, x (B, T, D), which keeps the tokens: backward looks again."""
-
-    @staticmethod
-    def forward(ctx, x, tokens, look_up, back):
-        ctx.save_for_backward(tokens)
-        ctx.rest = look_up, back
-        return base.rms_norm(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, gradient):
-        look_up, back = ctx.rest
-        return back(look_up(*ctx.saved_tensors), gradient), None, None, None
-
-
 def gelu_back(h, gradient):
     """gelu(h), and the gradient of h, which takes the place of that of gelu(h): at the end of forward, when memory is
     fullest, these are the largest tensors of a layer."""
@@ -1825,15 +1804,16 @@ def lean(model, compiled=True, remake=True, kernel=None):
     training alone: without gradients, where shapes vary, the model runs as it was. kernel: whether q and k are turned
     by turn_kernel (on GPUs with Triton)."""
     fuse = functools.partial(torch.compile, fullgraph=True, dynamic=False) if compiled else lambda function: function
-    fused = SimpleNamespace(norm=fuse(normed), add_norm=fuse(add_normed), gelu=fuse(F.gelu), gelu_back=fuse(gelu_back),
-                            norm_back=fuse(norm_back))
+    fused = SimpleNamespace(norm=fuse(normed), add_norm=fuse(add_normed), gelu=fuse(F.gelu), gelu_back=fuse(gelu_back))
     if kernel is None:
         kernel = base.HAS_TRITON and not base.INTERPRETED and model.cos.is_cuda
 
     def embed(plain, tokens):
         if not (remake and torch.is_grad_enabled()) or hasattr(model.embedding.weight, "cut"):
             return plain(tokens)
-        return NormedEmbedding.apply(model.embedding(tokens), tokens, model.embedding, fused.norm_back)
+        x = model.embedding(tokens)  # (B, T, D)
+        with saved_as(x, lambda: model.embedding(tokens)):  # backward looks them up again
+            return base.rms_norm(x)
 
     def last(plain, stream):
         return add_or_norm(fused, stream, model.norm.weight)[1] if torch.is_grad_enabled() else plain(stream)
