@@ -1841,7 +1841,7 @@ def lean_saving(config, tokens, width, experts=False, cut=1, kernel=True):
 #     link        | out 1     | out 2     | out 3     | in 2      | in 1      |
 #                                               `--- out 3 is still on its way when backward asks: used where it is
 #
-# It loses here: 396 ms for a step of 12 layers of D = 2048 that takes 77 without it, 100 recomputed (README), as 9 GB
+# It loses here: 384 ms for a step of 12 layers of D = 2048 that takes 76 without it, 98 recomputed (README), as 9 GB
 # go out and come back over a link that the GPU outruns by far. It pays where there is no choice, or the GPU is slow.
 #
 # In-place edits. A copy is of the tensor as it was saved. If somebody writes to it while the copy is being made, the
