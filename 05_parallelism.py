@@ -3419,9 +3419,23 @@ def find_slow(delays, factor=3.0, least=0.0):
 # ==== 14. Checks: most run on all ranks at once; alone, they start two ================================================
 #
 # All follow one pattern: build the same small model twice, cut one, run both, compare. In fp64 the cut changes nothing
-# but the order of sums, so what differs by more than 1e-12 is a bug; in fp32 and bf16 each rank's part of a sum is
-# rounded, so the error against fp64 may exceed the uncut model's by one rounding a rank. Bytes sent and bytes kept have
-# formulas, which must hold exactly or to a per cent.
+# but the order of sums, so what differs by more than 1e-12 is a bug. In fp32 and bf16 each rank's part of a sum is
+# rounded, and no fixed number tells a bug from that. So three are compared (the three-way rule): the cut model's error
+# against fp64 may exceed the uncut model's error, in the same dtype, by one rounding a rank. Bytes sent and bytes kept
+# have formulas, which must hold exactly or to a per cent.
+#
+# Such comparisons easily pass for the wrong reason, as what is small or even hides most bugs of parallel programs:
+#
+#     what would hide it                     the bug                                      so here
+#     all ranks start from one seed          weights are not sent to the others           each has its own
+#     equally many tokens on all ranks       the mean of the ranks' means                 later rows ignore more of them
+#     one bucket                             buckets go in another order than gradients   several, of 10 KiB
+#     sizes that n divides                   padding is left out                          a parameter of one number
+#     a step with every layer                who waits for a gradient that never comes    a block that one rank uses
+#     logits of an untrained model           an exponential without its maximum           logits up to 160
+#     scores near 0                          wrong dq, dk, which are near 0, too          scores up to 5
+#     links of equal speed                   a message between hosts is priced as inside  10 times slower between
+#     a fast disk                            memory is given back too early, or never     the writer is held up
 
 
 def tiny(n, dtype=torch.float64, layers=2, seed=0):
@@ -3984,6 +3998,11 @@ def check_mesh():
 def small_model(device, layers=4, dim=64, seq=64):
     torch.manual_seed(0)
     return base.GPT(base.GPTConfig(64, seq, layers, 4, dim)).to(device)
+
+
+# That memory is given back is no matter of results: they are right as well if nothing ever is. So bytes are counted
+# after forward, while an event holds up the thread that writes, and when all is in flight; and each way's gradients are
+# compared bit for bit, as a storage that comes back as another one need not look wrong.
 
 
 def check_memory_instead():
@@ -4586,7 +4605,8 @@ def check_slow(seeds=30):
         expect("who was slow", sorted(found), sorted(faults))
 
 
-# The bugs of --break, each easy to ship.
+# The bugs of --break, each easy to ship. A check that has never failed proves little: planted here, in all processes,
+# each must make its check fail.
 
 
 def changed(class_, **methods):
@@ -5048,6 +5068,18 @@ def measured_machine(model, config, batch, options):
     seconds = repeated(lambda: dist.all_gather_into_tensor(whole, part, group=group), 0.5)[0]
     links = HOSTS._replace(inside=(n - 1) * part.nbytes / seconds)
     return chip, links
+
+
+# The planner's turn. Of each cut of a model of half a billion weights a step is predicted, and done:
+#
+#     predicted         from                                                          tested on
+#     bytes sent        formulas alone                                                a counter in each collective
+#     GiB               formulas alone                                                the allocator's peak
+#     seconds           the reach of a step on one GPU, the speed of a gather         two seconds of steps
+#     joules            what waiting and every other plan take, by least squares      NVML's counter, the other plans
+#
+# and of all plans the worst is a row. What one learns from the lines of all: a cut costs what its messages cost, but a
+# ring nearly as much again, to read and write what it merges.
 
 
 def measure_plans():
