@@ -4725,6 +4725,7 @@ def kept_bytes(work):
         return torch.cuda.memory_allocated() - before, result
     with base.LiveBytes() as follow:
         result = work()
+        time.sleep(0.01 * dist.is_initialized())  # gloo's threads let go of a tensor a moment after its sum is there
     return follow.live, result
 
 
@@ -4827,12 +4828,12 @@ def measure_memory_instead():
                 model.zero_grad()
                 if offload:
                     offload.close()
-                    counts.update(offload.counts)
+                    counts[way] = offload.counts
 
             step()
             peaks[way] = base.peak_bytes(step, here()) / MIB
             times[way] = base.bench(step, here(), warmup=0, runs=3).median if gpu else None
-    kept = base.activation_bytes(config, tokens.numel(), gpu, fused_norm=gpu)
+    counts, kept = counts["offloaded"], base.activation_bytes(config, tokens.numel(), gpu, fused_norm=gpu)
     stream = 4 * config.layers * tokens.numel() * config.dim
     weights = 4 * 12 * config.layers * config.dim**2  # gradients grow as the kept streams shrink
     middle = 4 * (2 if gpu else 4) * tokens.numel() * config.dim  # the first gradient inside a layer
