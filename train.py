@@ -127,11 +127,6 @@ PRESETS = {
 }
 MODEL_FLAGS = ("preset", "layers", "dim", "heads", "seq", "vocab", "tokens")  # fixed by a checkpoint,
 STATE_FLAGS = ("rule", "optimizer", "states", "sync", "inner_steps", "outer", "moe", "top_k")  # as are these
-# The outer step's rate and momentum in runs of fewer rounds than this; from there on the method's own. DiLoCo's 0.7 and
-# 0.9 add up to seven times what workers did, ten rounds late: more than a short run can make good. Streaming keeps half
-# of a worker's own way with each fragment, and bears more (see README).
-SHORT_OUTER = {"diloco": {15: [1.0, 0.0], 200: [0.9, 0.5]}, "streaming": {30: [0.9, 0.5], 200: [0.7, 0.9]}}
-SHORT_OUTER["gossip"] = SHORT_OUTER["diloco"]
 BETAS, WEIGHT_DECAY, MIN_LR = (0.9, 0.95), 0.1, 0.1  # AdamW; the cosine ends at a tenth of the peak rate
 MUON_LR = 0.02  # peak rate, of any width
 BALANCE, BIAS_RATE = 3e-2, 3e-3  # of experts: the loss's coefficient, a bias's step; large ones, for short runs
@@ -726,7 +721,7 @@ def sync_method(args):
         return None
     method = low_comm.METHODS[args.sync]
     if args.inner_steps:
-        method = dataclasses.replace(method, inner_steps=args.inner_steps)
+        method = dataclasses.replace(method, H=args.inner_steps)
     if args.outer:
         lr, momentum = args.outer
         method = dataclasses.replace(method, outer=dataclasses.replace(method.outer, lr=lr, momentum=momentum))
@@ -1349,7 +1344,7 @@ def describe_run(config, data, world, args, device, start):
 
 def describe_sync(method, world, args):
     """Who talks to whom, when, and how much, beside data parallelism."""
-    H, flat = method.inner_steps, world.sync.flat
+    H, flat = method.H, world.sync.flat
     size = low_comm.round_bytes(method, [span.stop - span.start for span in flat.spans], world.workers)
     own = sum(place.stop - place.start for place in flat.place.values())  # numbers that this process has
     ddp = low_comm.data_parallel_bytes(own, world.workers) * (H or args.steps)
@@ -1493,7 +1488,7 @@ def run_on(args, device):
             states = optimizer.forged.states.values()
             flat.adopt((s.weight, s.tensors["master"]) for s in states if "master" in s.tensors)
         world.sync = low_comm.make_sync(args.sync, flat, transport, seed=args.seed, companion=optimizer,
-                                        inner_steps=method.inner_steps, outer=method.outer)
+                                        H=method.H, outer=method.outer)
     if args.resume and not world.late:
         restore(args.checkpoint, model, optimizer, world, start, only_model=not args.steps)
     status = 0
@@ -1602,11 +1597,14 @@ def train(model, optimizer, data, config, world, args, device, start, stop):
                 print(f"worker {world.worker} goes on for {world.seat}, from step {sync.steps}", flush=True)
                 world.late = False
             else:
+                if step == start:  # the step is compiled: who was done first waits for the others here, not in the
+                    blocked = sync.blocked_seconds  # first round, where it would count as blocked
+                    world.barrier()
+                    sync.blocked_seconds = blocked
                 sync.step()
-                if sync.method.inner_steps is None and sync.steps % 50 == 0:  # with no rounds to ask in, now and then
-                    with contextlib.suppress(low_comm.Rejoined):  # then the others are past this, in finish()
-                        world.barrier()
-            done = sync.steps  # of the others, if this worker was lost and has come back
+                if sync.method.H is None and sync.steps % 50 == 0:  # with no rounds to ask in, now and then
+                    world.barrier()
+            done = sync.steps  # the others', where this worker has just joined them
             if done == args.steps:
                 sync.finish()
         elif bad and skipped > most:
@@ -1614,33 +1612,27 @@ def train(model, optimizer, data, config, world, args, device, start, stop):
         log.seconds.append(time.perf_counter() - began)
         sparse = (stats.sparse - before[1]) / (stats.calls - before[0]) if args.loss in DECIDING else None
         log.step(done, loss, lr, norm, sparse, stats, uneven if uneven is None else uneven.item(), not (wrong or bad))
-        while step != done:
-            try:
-                if sync and "halt" in sync.notes:
-                    return diverged(done, sync.notes["halt"])
-                stopped = int(sync.notes.get("stop", 0)) if sync else stopped
-                evaluate = done == args.steps or args.eval_every and done % args.eval_every == 0
-                evaluate = evaluate and not args.dry_run
-                keep = done == args.steps or args.save_every and done % args.save_every == 0
-                if stopped or keep:
-                    # The largest element is infinite or NaN if any is; isfinite() would make a copy of each matrix.
-                    finite = all(torch.linalg.vector_norm(p, math.inf).isfinite() for p in model.parameters())
-                    if world.totals(bool(wrong) or not finite)[0]:
-                        return diverged(done, wrong or "the update left weights that are not finite")
-                if stopped:
-                    save(done)
-                    go_on = "" if args.dry_run else f"; go on with: {resume_command(args, world)}"
-                    log.say(f"stopped after step {done}{go_on}")
-                    return 128 + int(stop.number or (stopped if sync else signal.SIGTERM))
-                if evaluate and not math.isfinite(val_loss := validation(done)):
-                    return diverged(done, f"validation loss {val_loss}")
-                if keep:
-                    save(done)
-                step = done
-            except low_comm.Rejoined:  # lost and back, where the others' sync.step() ends: what follows it follows here
-                done = sync.steps
-                if done == args.steps:
-                    sync.finish()
+        if sync and "halt" in sync.notes:
+            return diverged(done, sync.notes["halt"])
+        stopped = int(sync.notes.get("stop", 0)) if sync else stopped
+        evaluate = done == args.steps or args.eval_every and done % args.eval_every == 0
+        evaluate = evaluate and not args.dry_run
+        keep = done == args.steps or args.save_every and done % args.save_every == 0
+        if stopped or keep:
+            # The largest element is infinite or NaN if any is; isfinite() would make a copy of each matrix.
+            finite = all(torch.linalg.vector_norm(p, math.inf).isfinite() for p in model.parameters())
+            if world.totals(bool(wrong) or not finite)[0]:
+                return diverged(done, wrong or "the update left weights that are not finite")
+        if stopped:
+            save(done)
+            go_on = "" if args.dry_run else f"; go on with: {resume_command(args, world)}"
+            log.say(f"stopped after step {done}{go_on}")
+            return 128 + int(stop.number or (stopped if sync else signal.SIGTERM))
+        if evaluate and not math.isfinite(val_loss := validation(done)):
+            return diverged(done, f"validation loss {val_loss}")
+        if keep:
+            save(done)
+        step = done
     if start < args.steps:
         log.summary(val_loss)
         for text in compare_memory(config, model, optimizer, alive, world, args, device):
@@ -1697,7 +1689,7 @@ def print_plan(args, argv):
             break
         step = parallel.step_flops(model, batch * model.seq, one.recompute) / (gpus * chip.peak * chip.reach)
         sizes = dict(P=model.params / one.tp, step=step, bits=8 * low_comm.data_parallel_bytes(1, one.dp, size))
-        sizes |= dict(H=low_comm.METHODS[sync].inner_steps, fragments=3) if sync != "ddp" else {}
+        sizes |= dict(H=low_comm.METHODS[sync].H, fragments=3) if sync != "ddp" else {}
         share, needed = low_comm.utilisation(speed, way, **sizes), low_comm.needed_bandwidth(way, 0.9, **sizes)
         mesh = f"dp {one.dp} x tp {one.tp}{', recomputed' * one.recompute}"
         print(f"{heading}--sync {sync:<10}{share:>5.0%}  {needed / 1e9:>6,.1f} Gbit/s  ({mesh})")
@@ -2037,7 +2029,7 @@ def choose_sync(args, workers, record):
                             "use another --sync")
     if args.inner_steps is not None:
         method = low_comm.METHODS[sync]
-        least = max(1, method.fragments, method.delay or 0)
+        least = max(1, method.fragments, method.tau or 0)
         if args.inner_steps < least:
             raise base.BadInput(f"--inner-steps {args.inner_steps}: --sync {sync} needs at least {least}")
     if record and record["flags"]["sync"] in low_comm.METHODS:
@@ -2087,10 +2079,9 @@ def choose_outer(args, going_on):
     """The flag, completed: None for 06's own values. going_on: from a checkpoint that has rounds behind it."""
     method = low_comm.METHODS.get(args.sync)
     if args.outer is None:
-        if args.sync not in SHORT_OUTER or going_on:
+        if args.sync not in low_comm.SHORT_OUTER or going_on:
             return None
-        rounds = (args.steps - args.start) // (args.inner_steps or method.inner_steps)
-        return next((values for fewer, values in SHORT_OUTER[args.sync].items() if rounds < fewer), None)
+        return low_comm.outer_for(args.sync, (args.steps - args.start) // (args.inner_steps or method.H))
     if not (method and method.outer.momentum):
         raise base.BadInput(f"--outer: with --sync {args.sync} there is no outer momentum: drop it, or use --sync "
                             "diloco")
@@ -2118,10 +2109,23 @@ def choose_dtype(args):
     return "fp32", f"{torch.cuda.get_device_name()} is older than bf16"
 
 
+def run_replaceable(args):
+    """run(args). Where the others have gone on without this worker, and start_processes() replaces those that a signal
+    ends, that is how it ends."""
+    try:
+        return run(args)
+    except low_comm.Missed:
+        if args.torchrun or args.device != "cpu":
+            raise
+        print(f"worker {os.environ['RANK']}: the others have gone on without it: it ends, for another to take its "
+              "place", file=sys.stderr)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def run_rank(args):
     """The body of one process of several: what went wrong becomes its exit status, not a traceback."""
     try:
-        status = guarded(run, args)
+        status = guarded(run_replaceable, args)
     except RuntimeError as error:
         if "gloo" not in str(error).lower() and "nccl" not in str(error).lower():
             raise
