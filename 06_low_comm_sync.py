@@ -1621,6 +1621,7 @@ def check_codes(device="cpu", n=5000):
         limit = {"none": 0 * x, "uint8": spread / 509 + top * 1e-6, "e3m0": torch.maximum(x.abs() / 3, top / 96),
                  "topk": torch.full_like(x, math.inf)}[C]
         require(((told - x).abs() <= limit * 1.0001 + 1e-37).all(), f"{C}: an error beyond its codes' step")
+        require(C == "uint8" or (told * x.sign() >= 0).all(), f"{C}: another sign")
         require(worst(decode(C, encode(C, told), n), told) <= 1e-6, f"{C}: coding what was decoded changes it")
         stack = payload.clone()
         stack[1] = 255  # anything, NaN for example
@@ -1668,6 +1669,16 @@ def check_bytes():
             require(make_sync(name, toys(M), Sim(M)).blocked_seconds == 0, "blocked before it began")
             require(predicted > 0 and abs(sync.bytes_sent - predicted) <= 1,
                     f"{name}, M = {M}: {sync.bytes_sent} bytes counted, {predicted:.0f} predicted")
+
+
+def check_utilisation():
+    """Section 2's example, by hand: 1.6 s a transfer, 10 s of steps, 0.067 or 0.167 s of each piece hidden."""
+    waits = 100 * (1.6 - 0.2 / 3), 1.6 - 0.2 / 3, 1.6 - 8 * 0.2 / 3, 1.6 - 8 * 0.5 / 3, 0
+    for way, wait in zip(PUBLISHED, waits, strict=True):
+        found = utilisation(1e10, way)
+        require(abs(found * (10 + wait) / 10 - 1) < 1e-9, f"{way}: {found:.1%} of the time computes")
+        least = needed_bandwidth(way, found)
+        require(utilisation(least, way) >= found > utilisation(least / 1.21, way), f"{way}: {least / 1e9:.1f} Gbit/s")
 
 
 def check_fragments():
@@ -2140,8 +2151,8 @@ BREAKS = {  # name: (the check that must catch it, what is replaced, the bug)
 }
 CHECKS = [check_papers, check_data_parallel, check_codes, check_masters, check_feedback, check_silent,
           check_state, check_one_byte]  # on a device
-PLAIN_CHECKS = [check_mixing, check_bytes, check_fragments, check_noloco, check_ring, check_misuse, check_processes,
-                check_survival, check_newcomer]
+PLAIN_CHECKS = [check_mixing, check_bytes, check_utilisation, check_fragments, check_noloco, check_ring, check_misuse,
+                check_processes, check_survival, check_newcomer]
 
 
 # ==== 13. Training, side by side ======================================================================================
