@@ -1942,12 +1942,20 @@ def across(names):
 
     results["ring"] = ring_steps(transport.size, 6, transport.rank, hear)
     transport.close()
-    return results
+    transport = Dist(timeout=60, grace=5)
+    sync = make_sync("local-sgd", toys(1), transport, H=1)
+    if transport.rank == 1:
+        transport.move = functools.partial(break_once, transport, transport.move)
+    wander(sync, 0)
+    sync.step()
+    transport.close()
+    return results | {"broken": sync.phi}
 
 
 def check_processes(ranks=3, names=tuple(METHODS)):
     """Every method over real processes: the same bits as M workers in one process, and the predicted bytes on the wire;
-    some of them saved in the middle of a transfer. Just One Byte and D_LP_S as well."""
+    some of them saved in the middle of a transfer. Just One Byte and D_LP_S, too; and a round in which one worker's
+    connection breaks when it has everything."""
     results = fleet("across", ranks, names)
     require(len(results) == ranks, "a process left no result")
     for name in names:
@@ -1970,8 +1978,9 @@ def check_processes(ranks=3, names=tuple(METHODS)):
     spsa, loss = quadratic(ranks, Sim(ranks))
     for _ in range(3):
         spsa.step(loss, 2)
-    ring = ring_steps(ranks, 6)
+    ring, once = ring_steps(ranks, 6), travel("local-sgd", ranks, steps=1, H=1)
     for rank, result in results.items():
+        require(torch.equal(result["broken"], once.phi[:1]), f"rank {rank} has landed the broken round by itself")
         require(result["one byte"] == spsa.fingerprint()[rank], f"Just One Byte: rank {rank} has other weights")
         for mine, rows in zip(result["ring"], ring, strict=True):
             require(torch.equal(mine[0], rows[rank]), f"D_LP_S: rank {rank} has other weights or copies")
@@ -2145,7 +2154,7 @@ BREAKS = {  # name: (the check that must catch it, what is replaced, the bug)
         Sync.load_state_dict): load(self, saved | dict(flight=[])))),
     "unseeded": (check_processes, "OneByte", changed(OneByte, direction=unseeded)),
     "own-first": (check_processes, "Dist", OwnFirst),
-    "no-vote": (check_survival, "Dist", NoVote),
+    "no-vote": (check_processes, "Dist", NoVote),
     "joiner-as-zeros": (check_newcomer, "Dist", changed(Dist, live=lambda self, step=None: np.array(
         [float(r in self.members) for r in range(self.size)]))),
 }
