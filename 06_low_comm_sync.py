@@ -848,13 +848,17 @@ class Mechanism:
         tau = method.H if method.tau is None else method.tau
         if method.tau is None and method.sends == "progress" and not self.in_flight(fragment):
             theta.copy_(phi)  # nothing lands after the first round, yet its progress is on its way: start over
-        number = self.rounds[fragment] * len(self.flat.spans) + fragment  # the same for all workers
-        self.pending.append(Round(fragment, self.steps, self.steps + (tau or 0), number, payload, left))
+        self.pending.append(Round(fragment, self.steps, self.steps + tau, self.number(fragment), payload, left))
         self.launched[fragment], self.rounds[fragment] = self.steps, self.rounds[fragment] + 1
         self.launch(self.pending[-1])
 
+    def number(self, fragment):
+        """Of the fragment's next round: the same for all workers."""
+        return self.rounds[fragment] * len(self.flat.spans) + fragment
+
     def in_flight(self, fragment):
-        return any(r.fragment == fragment for r in self.pending)
+        """The first Round of the fragment that has not landed, or None."""
+        return next((r for r in self.pending if r.fragment == fragment), None)
 
     def launch(self, r):
         """Hand a round to the transport, over whoever lives now."""
@@ -884,10 +888,10 @@ class Mechanism:
     def mix_early(self, *fragments):
         """W1 phi (of all fragments) for the round in flight, or else the next one, is sent while that computes."""
         for fragment in (fragments or range(len(self.flat.spans))) if self.method.early else ():
-            r = next((r for r in self.pending if r.fragment == fragment), None)
-            number = r.number if r else self.rounds[fragment] * len(self.flat.spans) + fragment
-            live = self.transport.live(r.step if r else self.turn(fragment, self.steps))
-            self.early[fragment] = self.transport.launch([self.anchors(fragment, number, live)])
+            r = self.in_flight(fragment)
+            number, step = (r.number, r.step) if r else (self.number(fragment), self.turn(fragment, self.steps))
+            part = self.anchors(fragment, number, self.transport.live(step))
+            self.early[fragment] = self.transport.launch([part])
 
     def land(self, r):
         """The outer step of a fragment. Nothing is touched before all of it is here."""
@@ -913,7 +917,7 @@ class Mechanism:
 
     def apply(self, r, span, D, bar=None):
         """phi, m, theta and e of this process's rows take the step; rows of a Sim that were silent do not."""
-        method, quiet = self.method, isinstance(self.transport, Sim) and not r.live.all()
+        method, quiet = self.method, self.transport.silent and not r.live.all()
         rows = np.flatnonzero(r.live) if quiet else slice(None)
         phi, theta, D = self.phi[rows, span], self.theta[rows, span], D[rows]  # views, or copies of some rows
         m = None if self.m is None else self.m[rows, span]
@@ -1300,13 +1304,13 @@ class Sync(Survivor):
         self.flat.gather()
         self.steps, self.launched = steps, [steps] * len(self.launched)
         self.phi.copy_(self.theta)
-        self.forget_early()
+        self.begin_anew()
 
-    def forget_early(self):
-        """What was launched when this was made spoke of other anchors."""
+    def begin_anew(self):
+        """Launch all that is in flight. What was launched when this was made spoke of other anchors: let it arrive."""
         for fragment in range(len(self.early)) if self.method.early else ():
             self.outcome(self.early[fragment])  # which may invite somebody, or be aborted and launched again
-        self.mix_early()
+        self.launch_again()
 
     def resident(self):
         """Tensors that this holds from step to step, beyond views of parameters."""
@@ -1391,9 +1395,7 @@ class Sync(Survivor):
         self.flat.scatter()
         to = lambda x: x.to(self.theta.device) if isinstance(x, torch.Tensor) else x  # noqa: E731
         self.pending = [Round(**{name: to(value) for name, value in r.items()}) for r in saved["flight"]]
-        self.forget_early()
-        for r in self.pending:
-            self.launch(r)
+        self.begin_anew()
 
 
 def make_sync(method, model, transport, *, seed=0, companion=None, **overrides):
@@ -1656,6 +1658,7 @@ def check_mixing(M=5):
 
 def check_bytes():
     """What the transport counts is what round_bytes predicts, scales, indices and the collective's factor included."""
+    require(travel("local-sgd", steps=0).blocked_seconds == 0, "blocked before it began")
     for name in METHODS:
         for M in (2, 5):
             sync = travel(name, M, 12)
@@ -1666,7 +1669,6 @@ def check_bytes():
                 predicted += rounds * round_bytes(method, [n], M)
                 if method.early:  # the anchors for the round that never came
                     predicted += code_bytes("none", n) * receivers(method.W1, M)
-            require(make_sync(name, toys(M), Sim(M)).blocked_seconds == 0, "blocked before it began")
             require(predicted > 0 and abs(sync.bytes_sent - predicted) <= 1,
                     f"{name}, M = {M}: {sync.bytes_sent} bytes counted, {predicted:.0f} predicted")
 
@@ -2001,7 +2003,7 @@ LATE, BREAK, KILL, ALONE, GIVE_UP, LAST = 3, 6, 10, 16, 26, 40
 def survive(name):
     """One of the four workers, or worker 4: what survival_told tells, and more."""
     rank, late = int(os.environ["RANK"]), int(os.environ["RANK"]) >= int(os.environ["WORLD_SIZE"])
-    worker = TinyWorker(rank, steps=LAST, shape=TINY)
+    worker = TinyWorker(rank, steps=LAST)
     transport = Dist(timeout=30, rank=rank if late else None)
     store, prefix, found = transport.store, transport.prefix, {}
     sync = make_sync(name, worker.model, transport, companion=worker, **short(name))
@@ -2045,7 +2047,7 @@ def break_once(transport, move, part):
 def survival_told(name, last, joined):
     """(anchors after step ALONE, anchors and weights after step `last`) of the four, in one process."""
     torch.set_num_threads(1)  # as in a fleet
-    workers = [TinyWorker(rank, steps=LAST, shape=TINY) for rank in range(4)]
+    workers = [TinyWorker(rank, steps=LAST) for rank in range(4)]
     last_heard = BREAK if METHODS[name].tau is None else KILL  # a late round breaks, and is not landed before the kill
     sim = Sim(4, lambda step: (3,) if last_heard < step <= joined else ())
     sync = make_sync(name, [w.model for w in workers], sim, **short(name))
