@@ -33,7 +33,7 @@ A reading path
 
 How to launch
     python 06_low_comm_sync.py                        methods over two processes, then checks; under a minute
-    python 06_low_comm_sync.py --study                seeds, M = 2 and 8, ablations (every GPU; minutes)
+    python 06_low_comm_sync.py --study 8              2: two workers; 8: eight; ablations (every GPU; minutes)
     python 06_low_comm_sync.py --break heavy-ball     plant a famous bug and watch its check fail (exit status 1)
     You will see each method's bytes and loss beside data parallelism's and beside NOT communicating; the bandwidth
     that a method needs beside a published table; what one round puts on the loopback device.
@@ -2175,29 +2175,37 @@ PLAIN_CHECKS = [check_mixing, check_bytes, check_utilisation, check_fragments, c
 #     rounds      outer momentum needs some 20 to build up. Below that, plainer outer steps (outer_for)
 #     lateness    CO2 corrects the weights of one round by the progress of the round before. If a round nearly converges
 #                 by itself, that is a correction for something already done: it swings about the optimum
-#     density     1.6 % of Delta a round and worker: after 20 rounds two have told at most 64 % of the weights. In our
-#                 runs SparseLoCo draws level with `single` after some 300 rounds
+#     density     1.6 % of Delta a round and worker: after 20 rounds two have told at most 64 % of the weights. Of two
+#                 workers SparseLoCo draws level with `single` after some 300 rounds, of eight before 66 are over
 #
-# What --study found (four H200s, 3.3 M parameters, three seeds): loss beside ddp's. Two workers have H = 30 and 66
-# rounds, eight H = 20 and 30 rounds.
+# What --study found (four H200s, 3.3 M parameters, 2,000 steps, H = 30): loss beside ddp's, and how many times fewer
+# bytes a worker sends. Three seeds; of eight workers' rows below the line one.
 #
 #                              two workers         eight workers
-#     single                    + 13.3 %              + 53.9 %      not talking at all
-#     diloco                    +  3.1 %   30 x       + 18.1 %   20 x fewer bytes than ddp
-#     diloco, paper's step      + 10.9 %   30 x       + 28.7 %   20 x      outer 0.7 0.9, of too few rounds
-#     streaming, e3m0           +  2.8 %  234 x       + 21.4 %   39 x
-#     streaming, fp32           +  3.6 %   30 x       + 21.8 %   20 x      four bits cost nothing
-#     noloco                    +  2.8 %   15 x       + 29.6 %   17 x      without its pull + 82.7 %
-#     sparseloco                + 19.6 % 4073 x       + 71.8 %  682 x      without feedback + 150 %
-#     gossip; co2; merge                              + 29.8 %; 76.3 %; 277 %
-#     a fifth silent: diloco                          + 30.9 %; with anchors mixed in pairs + 21.4 %
-#     AdamW inside: diloco      +  5.3 %              + 24.3 %             of ddp's with AdamW: the gap is larger
+#     single                    + 13.3 %            + 27.9 %              not talking at all
+#     diloco                    +  3.1 %   30 x     +  4.2 %    30 x
+#     streaming                 +  2.8 %  234 x     +  5.3 %    59 x
+#     noloco                    +  2.8 %   15 x     +  7.8 %    26 x      pairs instead of a mean over all
+#     sparseloco                + 19.6 % 4073 x     + 24.2 %  1018 x
+#     --------------------------------------------------------------
+#     diloco, paper's step      + 10.9 %            +  7.5 %              outer 0.7 0.9: of too few rounds
+#     streaming, fp32           +  3.6 %   30 x     +  5.0 %    30 x      the four bits cost nothing
+#     AdamW: diloco             +  5.3 %            + 22.4 %              beside ddp with AdamW
+#     noloco, pull = 0                              +  135 %              anchors that nothing draws together
+#     gossip                                        +  8.2 %    17 x
+#     co2                                           + 30.4 %
+#     merge                                         +  401 %  2000 x      weights so far apart have no useful mean
+#     sparseloco, no feedback                       +   54 %
+#     a fifth silent: diloco                        + 12.0 %              who was silent is off by more than a round
+#       anchors mixed in pairs                      +  6.2 %              ... which W1 draws back
 #
-# Two workers lose 3 %, eight a fifth: ddp takes eight times the sequences in each step, and 30 rounds of averages do
-# not make up for that here.
+# What ddp gains from eight times the sequences, eight workers that talk 66 times gain, too, but for 4 or 5 %. More
+# rounds close the gap, tuning hardly does: in 30 rounds of 20 steps it was 18 and 21 %, while eleven other outer steps,
+# and Muon's rate times 0.7 and 1.5, ended, for one seed, within 2 % of the table's (alpha = 0, no blending: + 1.3 %).
 #
 # The inner optimizer is train.py's default, Muon for the layers' matrices (04's rule, written out) and AdamW for the
-# rest, as MuLoCo, 2505.23725, advises; --study has AdamW inside beside it.
+# rest. MuLoCo, 2505.23725, advises it, as Muon's pseudo-gradients point the same way whatever the number of workers;
+# here, too, it is with eight of them that AdamW inside falls behind.
 
 TINY = dict(layers=1, dim=64, seq=64, batch=2, lr=1e-2)  # shape of a toy, sequences a worker, AdamW's rate
 SMALL = dict(layers=4, dim=256, seq=256, batch=8, lr=4e-3)  # for --study on a GPU
@@ -2361,53 +2369,60 @@ def utilisation_table(ledger):
     ledger.row("utilisation, ours off published by", "mean factor of 25 cells", 1, middle, "", (1, 1.25))
 
 
-# --study: (label, method, M, overrides, arguments of the workers, share of silent workers). A round is H = 30 steps of
-# 2,000 for two workers, H = 20 of 600 for eight; the outer step is outer_for's where nothing else is said.
-ADAMW = dict(muon=0)
-STUDY = [
-    *((label, name, M, more, worker, 0) for M in (2, 8) for label, name, more, worker in (
-        ("ddp", "ddp", {}, {}), ("single", "single", {}, {}), ("diloco", "diloco", {}, {}),
-        ("diloco, outer 0.7 0.9", "diloco", dict(outer=NESTEROV), {}), ("streaming, e3m0", "streaming", {}, {}),
-        ("streaming, fp32", "streaming", dict(C="none"), {}), ("noloco", "noloco", {}, {}),
-        ("sparseloco", "sparseloco", {}, {}), ("AdamW: ddp", "ddp", {}, ADAMW), ("AdamW: single", "single", {}, ADAMW),
-        ("AdamW: diloco", "diloco", {}, ADAMW), ("AdamW: streaming, e3m0", "streaming", {}, ADAMW))),
-    *((label, name, 8, more, {}, share) for label, name, more, share in (
-        ("noloco, pull = 0", "noloco", dict(outer=Outer(1.0, 0.5, gain=0.7, pull=0.0)), 0),
-        ("gossip", "gossip", {}, 0), ("co2", "co2", {}, 0), ("merge", "merge", {}, 0),
-        ("sparseloco, no feedback", "sparseloco", dict(beta=0.0), 0), ("diloco, 20 % silent", "diloco", {}, 0.2),
-        ("diloco, W1 = pair, 20 % silent", "diloco", dict(W1="pair"), 0.2))),
-]
+# --study, three tables, each {label: (method, overrides of it, arguments of the workers, share of silent workers)}. All
+# runs have 2,000 steps in rounds of H = 30; the outer step is outer_for's where nothing else is said.
+STUDY_STEPS, STUDY_H, ADAMW = 2000, 30, dict(muon=0)
+MAIN = {name: (name, {}, {}, 0) for name in ("ddp", "single", "diloco", "streaming", "noloco", "sparseloco")}
+VARIANTS = {
+    "ddp": MAIN["ddp"], "single": MAIN["single"],
+    "diloco, outer 0.7 0.9": ("diloco", dict(outer=NESTEROV), {}, 0),
+    "streaming, fp32": ("streaming", dict(C="none"), {}, 0),
+    "AdamW: ddp": ("ddp", {}, ADAMW, 0), "AdamW: single": ("single", {}, ADAMW, 0),
+    "AdamW: diloco": ("diloco", {}, ADAMW, 0), "AdamW: streaming": ("streaming", {}, ADAMW, 0),
+}
+FOR_EIGHT = {
+    "noloco, pull = 0": ("noloco", dict(outer=Outer(1.0, 0.5, gain=0.7, pull=0.0)), {}, 0),
+    "gossip": ("gossip", {}, {}, 0), "co2": ("co2", {}, {}, 0), "merge": ("merge", {}, {}, 0),
+    "sparseloco, no feedback": ("sparseloco", dict(beta=0.0), {}, 0),
+    "diloco, 20 % silent": ("diloco", {}, {}, 0.2),
+    "diloco, W1 = pair, 20 % silent": ("diloco", dict(W1="pair"), {}, 0.2),
+}
+STUDY = {"2": (2, 3, MAIN | VARIANTS), "8": (8, 3, MAIN), "ablations": (8, 1, VARIANTS | FOR_EIGHT)}  # M, seeds, rows
 
 
 def study_cell(cell):
-    (_, name, M, overrides, worker, share), seed, device, steps, H = cell
+    (name, overrides, worker, share), M, seed, device, steps = cell
     torch.set_num_threads(1)
     torch.set_float32_matmul_precision("high")
     if device != "cpu":
         worker = worker | dict(shape=SMALL | (dict(lr=2e-3) if "muon" in worker else {}), device=device)
     silent = lambda step: np.flatnonzero(np.random.default_rng([seed, 7, step]).random(M) < share)  # noqa: E731
-    return train_toy(name, Sim(M, silent if share else None), steps, H, seed, worker=worker, **overrides)
+    return train_toy(name, Sim(M, silent if share else None), steps, STUDY_H, seed, worker=worker, **overrides)
 
 
-def study(seeds=range(3), a_gpu=8):
-    """Every cell of STUDY for every seed, `a_gpu` side by side on each GPU, else one on each core, as a table."""
+def study(which, steps=STUDY_STEPS, a_gpu=8):
+    """A table of STUDY, every row for every seed: `a_gpu` runs side by side on each GPU, else one on each core."""
+    M, seeds, rows = STUDY[which]
     gpus = torch.cuda.device_count()
-    jobs = [(row, seed) for row in sorted(STUDY, key=lambda row: -row[2]) for seed in seeds]  # the long ones first
-    cells = [(row, seed, f"cuda:{i % gpus}" if gpus else "cpu", *((2000, 30) if row[2] == 2 else (600, 20)))
-             for i, (row, seed) in enumerate(jobs)]
+    quick = lambda job: rows[job[0]][0] in ("ddp", "single")  # noqa: E731 - one model, not M: they come last
+    jobs = sorted(((label, seed) for seed in range(seeds) for label in rows), key=quick)
+    cells = [(rows[label], M, seed, f"cuda:{i % gpus}" if gpus else "cpu", steps)
+             for i, (label, seed) in enumerate(jobs)]
     context = torch.multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(a_gpu * gpus or None, mp_context=context) as pool:
-        found = dict(zip(((row[2], row[0], seed) for row, seed in jobs), pool.map(study_cell, cells), strict=True))
-    print(f"{len(seeds)} seeds{'':<32} loss: mean, least, most    to ddp   to single  x fewer bytes")
-    for label, _, M, *_ in STUDY:
-        of = lambda what, label=label, M=M: [found[M, label, seed][what] for seed in seeds]  # noqa: E731
-        loss, ddp = of("loss"), "AdamW: " * label.startswith("AdamW") + "ddp"
-        gaps = (100 * (statistics.fmean(loss) / statistics.fmean(of("loss", other)) - 1)
-                for other in (ddp, ddp.replace("ddp", "single")))
-        fewer = f"{of('bytes', 'ddp')[0] / of('bytes')[0]:,.1f}" if of("bytes")[0] else "-"
-        losses = f"{statistics.fmean(loss):.4f} {min(loss):.4f} {max(loss):.4f}"
-        print(f"M = {M}, {label:<32}{losses:>24} " + " ".join(f"{gap:>+8.2f} %" for gap in gaps) + f" {fewer:>12}"
-              + f"   spread {statistics.fmean(of('spread')):.4f}" * (M == 8))
+        found = dict(zip(jobs, pool.map(study_cell, cells), strict=True))
+
+    def values(label, what="loss"):
+        return [found[label, seed][what] for seed in range(seeds)]
+
+    print(f"M = {M}, {steps} steps, seeds: {seeds:<8} loss: mean, least, most     to ddp  to single  x fewer   spread")
+    for label in rows:
+        loss, sent, inner = values(label), values(label, "bytes")[0], "AdamW: " * label.startswith("AdamW")
+        to_ddp, to_single = (100 * (statistics.fmean(loss) / statistics.fmean(values(inner + other)) - 1)
+                             for other in ("ddp", "single"))
+        fewer = f"{values('ddp', 'bytes')[0] / sent:,.1f}" if sent else "-"
+        print(f"  {label:<31} {statistics.fmean(loss):>8.4f} {min(loss):.4f} {max(loss):.4f} {to_ddp:>+8.2f} % "
+              f"{to_single:>+7.2f} % {fewer:>8} {statistics.fmean(values(label, 'spread')):>8.4f}")
 
 
 def check_all(device, only, args):
@@ -2417,7 +2432,7 @@ def check_all(device, only, args):
 
 def body(device, ledger, args):
     if args.study:
-        return study()
+        return study(args.study)
     steps, H = 320, 16
     results = fleet("side_by_side", 2, steps, H)[0]
     wire = results.pop("wire")
@@ -2430,7 +2445,7 @@ def body(device, ledger, args):
 
 
 def add_arguments(parser):
-    parser.add_argument("--study", action="store_true", help="seeds, M = 2 and 8, ablations (every GPU; minutes)")
+    parser.add_argument("--study", choices=STUDY, help="loss of two or eight workers, or variants (every GPU; minutes)")
 
 
 if __name__ == "__main__":
