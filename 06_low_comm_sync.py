@@ -1302,16 +1302,17 @@ class Sync(Survivor):
     @torch.no_grad()
     def restart(self, steps):
         """The models have other weights, the same for all workers, of step `steps`: they are the anchor now."""
+        self.settle()
         self.flat.gather()
         self.steps, self.launched = steps, [steps] * len(self.launched)
         self.phi.copy_(self.theta)
-        self.begin_anew()
+        self.launch_again()
 
-    def begin_anew(self):
-        """Launch all that is in flight. What was launched when this was made spoke of other anchors: let it arrive."""
+    def settle(self):
+        """What was launched when this was made spoke of other anchors: let it arrive, and be counted, before any of
+        that changes."""
         for fragment in range(len(self.early)) if self.method.early else ():
             self.outcome(self.early[fragment])  # which may invite somebody, or be aborted and launched again
-        self.launch_again()
 
     def resident(self):
         """Tensors that this holds from step to step, beyond views of parameters."""
@@ -1388,6 +1389,7 @@ class Sync(Survivor):
             (saved["theta"].shape != self.theta.shape, f"saved weights {tuple(saved['theta'].shape)}, these are "
              f"{tuple(self.theta.shape)}: load them into the same model and number of workers"),
         )
+        self.settle()
         self.steps, self.rounds, self.launched = saved["steps"], list(saved["rounds"]), list(saved["launched"])
         for name in ("theta", "phi", "m", "e"):
             if getattr(self, name) is not None:
@@ -1396,7 +1398,7 @@ class Sync(Survivor):
         self.flat.scatter()
         to = lambda x: x.to(self.theta.device) if isinstance(x, torch.Tensor) else x  # noqa: E731
         self.pending = [Round(**{name: to(value) for name, value in r.items()}) for r in saved["flight"]]
-        self.begin_anew()
+        self.launch_again()
 
 
 def make_sync(method, model, transport, *, seed=0, companion=None, **overrides):
@@ -1528,12 +1530,14 @@ fleet = functools.partial(parallel.fleet, stage=globals(), device="cpu", timeout
 
 
 def travel(method, M=4, steps=13, device="cpu", transport=None, saved=None, **overrides):
-    """A Sync after `steps` steps of wander; before step `saved` its state goes to a file, and from there to a new one,
-    in the middle of a round, or even of a transfer."""
+    """A Sync after `steps` steps of wander; after `saved` of them its state goes to a file, and from there to a new
+    one, in the middle of a round, or even of a transfer."""
     transport, overrides = transport or Sim(M), SHORT[method] | overrides
     sync = make_sync(method, toys(len(transport.ranks), device), transport, **overrides)
     for step in range(steps):
-        if step == saved:
+        wander(sync, step)
+        sync.step()
+        if step + 1 == saved:
             for r in sync.pending:
                 r.future.result()  # its bytes are counted now
             file = io.BytesIO()
@@ -1542,8 +1546,6 @@ def travel(method, M=4, steps=13, device="cpu", transport=None, saved=None, **ov
             transport.bytes_sent = 0.0
             sync = make_sync(method, toys(len(transport.ranks), device), transport, **overrides)
             sync.load_state_dict(torch.load(file, weights_only=True))
-        wander(sync, step)
-        sync.step()
     return sync
 
 
@@ -1805,10 +1807,14 @@ def check_silent(device="cpu"):
 
 
 def check_state(device="cpu"):
-    """A run that is saved in the middle of a round and of a transfer, and goes on anew, ends with the same bits."""
-    for name in METHODS:
-        whole, resumed = (travel(name, 4, 15, device, saved=saved) for saved in (None, 9))
-        require(torch.equal(whole.theta, resumed.theta), f"{name}: other bits after going on in the middle of a round")
+    """A run that is saved in the middle of a round and of a transfer, or just after a launch, and goes on anew, ends
+    after as many rounds with the same bits."""
+    for name, (steps, saved) in itertools.product(METHODS, ((15, 9), (8, 8))):
+        whole, resumed = (travel(name, 4, steps, device, saved=when) for when in (None, saved))
+        for sync in (whole, resumed):
+            sync.finish()
+        require(whole.rounds == resumed.rounds, f"{name}: {resumed.rounds} rounds, not {whole.rounds}")
+        require(torch.equal(whole.theta, resumed.theta), f"{name}: other bits after going on from a state")
         again = resumed.bytes_sent - whole.bytes_sent  # what was in flight is sent again
         require((again > 0) == (name in (*IN_FLIGHT, "gossip")) and again >= 0, f"{name}: {again} more bytes")
 
