@@ -1619,6 +1619,7 @@ def check_codes(device="cpu", n=5000):
         limit = {"none": 0, "uint8": spread / 509 + top * 1e-6, "e3m0": torch.maximum(groups.abs() / 3, top / 96),
                  "topk": math.inf}[C]
         require((error.abs() <= limit * 1.0001 + 1e-37).all(), f"{C}: an error beyond its codes' step")
+        require(C == "uint8" or (told * x.sign() >= 0).all(), f"{C}: another sign")
         require(worst(decode(C, encode(C, told), n), told) <= 1e-6, f"{C}: coding what was decoded changes it")
         stack = payload.clone()
         stack[1] = 255  # anything, NaN for example
