@@ -809,8 +809,6 @@ class Mechanism:
         count = len(flat.spans)
         self.steps, self.launched, self.rounds = 0, [0] * count, [0] * count
         self.pending, self.early, self.blocked_seconds = [], [None] * count, 0.0
-        if transport.members:  # else this worker is to join a group at work
-            self.mix_early()
 
     @property
     def bytes_sent(self):
@@ -850,6 +848,8 @@ class Mechanism:
         if method.tau is None and method.sends == "progress" and not self.in_flight(fragment):
             theta.copy_(phi)  # nothing lands after the first round, yet its progress is on its way: start over
         self.pending.append(Round(fragment, self.steps, self.steps + tau, self.number(fragment), payload, left))
+        if method.early and self.early[fragment] is None:  # the first round, for which none has been sent
+            self.mix_early(fragment)
         self.launched[fragment], self.rounds[fragment] = self.steps, self.rounds[fragment] + 1
         self.launch(self.pending[-1])
 
@@ -1301,18 +1301,10 @@ class Sync(Survivor):
 
     @torch.no_grad()
     def restart(self, steps):
-        """The models have other weights, the same for all workers, of step `steps`: they are the anchor now."""
-        self.settle()
+        """Before any step(): the models have other weights, alike and of step `steps`; they are the anchor now."""
         self.flat.gather()
         self.steps, self.launched = steps, [steps] * len(self.launched)
         self.phi.copy_(self.theta)
-        self.launch_again()
-
-    def settle(self):
-        """What was launched when this was made spoke of other anchors: let it arrive, and be counted, before any of
-        that changes."""
-        for fragment in range(len(self.early)) if self.method.early else ():
-            self.outcome(self.early[fragment])  # which may invite somebody, or be aborted and launched again
 
     def resident(self):
         """Tensors that this holds from step to step, beyond views of parameters."""
@@ -1389,7 +1381,6 @@ class Sync(Survivor):
             (saved["theta"].shape != self.theta.shape, f"saved weights {tuple(saved['theta'].shape)}, these are "
              f"{tuple(self.theta.shape)}: load them into the same model and number of workers"),
         )
-        self.settle()
         self.steps, self.rounds, self.launched = saved["steps"], list(saved["rounds"]), list(saved["launched"])
         for name in ("theta", "phi", "m", "e"):
             if getattr(self, name) is not None:
