@@ -895,26 +895,16 @@ class Mechanism:
             self.early[fragment] = self.transport.launch([part])
 
     def land(self, r):
-        """The outer step of a fragment. Nothing is touched before all of it is here."""
+        """The outer step of a fragment. Nothing is touched before all of it is here. (receive, admit: section 9's.)"""
         method, span = self.method, self.flat.spans[r.fragment]
-        arrived = self.receive(r)  # (of section 9)
+        arrived = self.receive(r)
         self.pending.remove(r)
         D = self.decoded(method.C, arrived[0], span.stop - span.start)
         bar = [self.decoded("none", part, D.shape[1]) for part in arrived[1:]]
         if r.live.any():  # not everybody was silent
             self.apply(r, span, D, *bar)
         self.mix_early(r.fragment)
-
-    def futures(self, r):
-        """What a landing waits for."""
-        return [r.future, self.early[r.fragment]] if self.method.early else [r.future]
-
-    def outcome(self, future):
-        began = time.perf_counter()
-        try:
-            return future.result()
-        finally:
-            self.blocked_seconds += time.perf_counter() - began
+        self.admit()
 
     def apply(self, r, span, D, bar=None):
         """phi, m, theta and e of this process's rows take the step; rows of a Sim that were silent do not."""
@@ -1194,14 +1184,20 @@ class Survivor(Mechanism):
 
     def outcome(self, future):
         """The Outcome, or None if it was aborted: the group is another then, and all in flight launched again."""
-        outcome = super().outcome(future)
+        began = time.perf_counter()
+        outcome = future.result()
+        self.blocked_seconds += time.perf_counter() - began
         if outcome is None:
             self.recover()
         else:
             self.aborted = 0
-            self.notes |= {what: text for what, text in outcome.notes.items() if what in ("stop", "halt")}
+            self.notes |= outcome.notes
             self.joining += outcome.notes["join"]
         return outcome
+
+    def futures(self, r):
+        """What a landing waits for."""
+        return [r.future, self.early[r.fragment]] if self.method.early else [r.future]
 
     def receive(self, r):
         """The Arrived of a round, from whoever is left by then."""
@@ -1219,10 +1215,6 @@ class Survivor(Mechanism):
         while (outcome := self.outcome(self.transport.launch([part()]))) is None:
             pass
         return outcome.parts[0]
-
-    def land(self, r):
-        super().land(r)
-        self.admit()
 
     def recover(self):
         """A round was aborted: go on with whoever is left."""
