@@ -513,7 +513,8 @@ def blend(theta, phi, alpha):
 # ==== 5. The weights as one vector, in fragments ======================================================================
 #
 # All that a round does is elementwise, so a model's weights are moved into one vector and its parameters become views
-# of it: an optimizer that steps in place moves theta, a landing that writes theta moves the model.
+# of it: an optimizer that steps in place moves theta, a landing that writes theta moves the model. (theta itself asks
+# for no gradient, so that autograd sees nothing of this.)
 #
 #     theta (P)   | block 0 | block 3 | embedding  || block 1 | block 4 | classifier || block 2 | block 5 | norm |
 #     fragments   <-------------- 0 --------------><--------------- 1 --------------><------------ 2 ----------->
@@ -815,7 +816,6 @@ class Mechanism:
         """Bytes that this worker has sent (Sim: a mean worker)."""
         return int(self.transport.bytes_sent)
 
-    @torch.no_grad()
     def step(self):
         """After every inner step. Launches the fragments whose turn it is, then lands what is due."""
         self.steps += 1
@@ -1291,7 +1291,6 @@ class Survivor(Mechanism):
 class Sync(Survivor):
     """What make_sync returns, which has the description."""
 
-    @torch.no_grad()
     def restart(self, steps):
         """Before any step(): the models have other weights, alike and of step `steps`; they are the anchor now."""
         self.flat.gather()
@@ -1302,14 +1301,12 @@ class Sync(Survivor):
         """Tensors that this holds from step to step, beyond views of parameters."""
         return [t for t in (self.phi, self.m, self.e) if t is not None] + [view for _, view, _ in self.flat.copied]
 
-    @torch.no_grad()
     def collect(self, values):
         """values (L, k) of any numeric dtype -> (members, k) fp64 on the CPU, the same for all, by rank."""
         payload = as_bytes(values.detach().double().to(self.theta.device))[:, None]
         arrived = self.insist(lambda: Part(payload, np.ones((self.transport.size,) * 2)))
         return arrived.stack.cpu().view(torch.float64).flatten(1)
 
-    @torch.no_grad()
     def finish(self):
         """At the end of training: land what is in flight, then one last round of everything that moved since."""
         self.flat.gather()
@@ -1328,17 +1325,15 @@ class Sync(Survivor):
     def synchronised(self):
         """Inside the block the models hold the synchronised weights: the mean of the anchors over all workers. Where
         these differ they are sent, which bytes_sent does not count: it is only looked at."""
-        with torch.no_grad():
-            self.flat.gather()
-            kept, mean = self.theta.clone(), self.mean_anchor()
-            self.theta.copy_(mean)
-            self.flat.scatter()
+        self.flat.gather()
+        kept, mean = self.theta.clone(), self.mean_anchor()
+        self.theta.copy_(mean)
+        self.flat.scatter()
         try:
             yield
         finally:
-            with torch.no_grad():
-                self.theta.copy_(kept)
-                self.flat.scatter()
+            self.theta.copy_(kept)
+            self.flat.scatter()
 
     def mean_anchor(self):
         method = self.method
@@ -1363,7 +1358,6 @@ class Sync(Survivor):
                     theta=self.theta, phi=self.phi, m=self.m, e=self.e, flight=flight,
                     bytes_sent=self.transport.bytes_sent, blocked_seconds=self.blocked_seconds)
 
-    @torch.no_grad()
     def load_state_dict(self, saved):
         """By all workers at once, before their first step(). ValueError, and nothing changed, if it is of another
         method or shape."""
@@ -1466,7 +1460,6 @@ class OneByte:
             raise ConnectionError("a worker was lost: start again, and replay history")
         self.replay([outcome.parts[0].stack[:, 0].view(torch.int8).cpu()])
 
-    @torch.no_grad()
     def replay(self, history):
         """Apply steps from their bytes alone."""
         for codes in history:
