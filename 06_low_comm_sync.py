@@ -742,9 +742,9 @@ class Sim:
         self.ranks = self.members = tuple(range(size))
         self.wishes = {"join": []}
 
-    def live(self, step=None):
-        """(M,): 1, or 0 for who is silent in the rounds of a step; None: asked for something else than a round."""
-        quiet = self.silent(step) if self.silent and step is not None else ()
+    def live(self, step=math.inf):
+        """(M,): 1, or 0 for who is silent in the rounds of a step; inf: asked for something else than a round."""
+        quiet = self.silent(step) if self.silent and step < math.inf else ()
         return np.array([float(rank not in quiet) for rank in self.ranks])
 
     def launch(self, parts):
@@ -948,14 +948,18 @@ class Mechanism:
 class Wire(parallel.Membership):
     """One worker's end of the group. (Dist, below, lets workers come and go; it has the arguments' description.)"""
 
-    def __init__(self, device, timeout, grace, rank, group):
+    def __init__(self, device="cpu", timeout=60.0, grace=None, rank=None, group=None):
         late, self.group = rank is not None, group
         rank, size = (rank, 0) if late else (dist.get_rank(group), dist.get_world_size(group))
         super().__init__(rank, range(size), timeout, grace, device)
         self.ranks, self.size = (rank,), max(size, rank + 1)
         self.bytes_sent, self.broken = 0.0, False
-        self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        self.thread = concurrent.futures.ThreadPoolExecutor(1, initializer=self.enter_device)
+        # Section 9's: {rank: step at which it came, if later than we}; requests dealt with; how often we have asked.
+        self.joined, self.handled, self.asked = {}, 0, 0
+        cuda = self.device.type == "cuda"
+        self.stream = torch.cuda.Stream(self.device) if cuda else None
+        enter = dict(initializer=torch.cuda.set_device, initargs=(self.device,)) if cuda else {}
+        self.thread = concurrent.futures.ThreadPoolExecutor(1, **enter)
         if self.stream is not None:  # NCCL connects at the first message of a kind, which takes it half a second: now
             ones, add_up = np.ones((self.size,) * 2), lambda stack: stack[:1]
             payload = torch.zeros(1, self.size, BLOCK, dtype=torch.uint8, device=device)
@@ -964,10 +968,6 @@ class Wire(parallel.Membership):
             dist.barrier()  # or who is still connecting would see us leave
             dist.destroy_process_group()
             self.connect()
-
-    def enter_device(self):
-        if self.stream is not None:
-            torch.cuda.set_device(self.device)
 
     def launch(self, parts):
         """Start to send; .result() is an Outcome, or None if the round was aborted."""
@@ -1086,14 +1086,8 @@ class Dist(Wire):
 
     silent = None
 
-    def __init__(self, device="cpu", timeout=60.0, grace=None, rank=None, group=None):
-        # joined: {rank: step at which it came, if later than we}; requests dealt with; how often this worker has asked
-        self.joined, self.handled, self.asked = {}, 0, 0
-        super().__init__(device, timeout, grace, rank, group)
-
-    def live(self, step=None):
+    def live(self, step=math.inf):
         """(M,): 1 for members, but for who joined at this step or later: it hears, and is not counted."""
-        step = math.inf if step is None else step
         return np.array([float(r in self.members and self.joined.get(r, -1) < step) for r in range(self.size)])
 
     def vote(self, good):
