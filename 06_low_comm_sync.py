@@ -953,7 +953,7 @@ class Wire(parallel.Membership):
         rank, size = (rank, 0) if late else (dist.get_rank(group), dist.get_world_size(group))
         super().__init__(rank, range(size), timeout, grace, device)
         self.ranks, self.size = (rank,), max(size, rank + 1)
-        self.bytes_sent, self.broken = 0.0, False
+        self.bytes_sent, self.broken, self.error = 0.0, False, ""
         # Section 9's: {rank: step at which it came, if later than we}; requests dealt with; how often we have asked.
         self.joined, self.handled, self.asked = {}, 0, 0
         cuda = self.device.type == "cuda"
@@ -987,8 +987,8 @@ class Wire(parallel.Membership):
                     self.stream.synchronize()  # it has arrived, or the vote would be about nothing
             except torch.OutOfMemoryError:
                 raise
-            except RuntimeError:  # a connection broke, or waited too long
-                good = False
+            except RuntimeError as error:  # a connection broke, or waited too long
+                good, self.error = False, str(error)  # (its traceback would keep the old group's connections open)
         notes = self.vote(good)
         self.broken = notes is None
         return None if self.broken else Outcome(arrived, notes)
@@ -1215,7 +1215,8 @@ class Survivor(Mechanism):
         self.aborted += 1
         if self.aborted > 3 + self.transport.size:
             raise RuntimeError(f"step {self.steps}: {self.aborted} launches in a row were aborted: do all workers call "
-                               "step(), collect(), synchronised() and finish() in the same order?")
+                               "step(), collect(), synchronised() and finish() in the same order? Or else: "
+                               f"{self.transport.error}")
         self.joining = []  # they were invited to the group that forms now without them, and will ask again
         self.transport.reform(self.steps)
         self.launch_again()
