@@ -239,7 +239,7 @@ PAPERS = {
 #     SparseLoCo, top-k          1  4,096                 7  1,024
 #     NoLoCo, pairs            267     15               267     26     (Delta and the anchors)
 #
-# Gossip sends one or two payloads, to whom it concerns, and the anchors in fp32 where they are mixed, too.
+# Gossip: Delta to the worker's partner, the anchor to both its neighbours on the ring, 12 P bytes a round.
 
 BLOCK = 128  # numbers that share a scale; every parameter starts at a multiple of it
 CHUNK, KEPT = 4096, 64  # top-k: of each CHUNK numbers the KEPT largest, 1.6 %
@@ -607,20 +607,7 @@ class Flat:
 # ==== 6. A method is a row of a table; M workers in one process =======================================================
 #
 # The mechanism of section 7 takes the formulas of the docstring literally. A row of METHODS says what is particular to
-# a paper, in its symbols; compare section 1. J: the mean over all; B: bytes of a payload.
-#
-#                  W2     W1     C        outer step          when              a worker sends in a round
-#     local-sgd    J      I      fp32     SGD 1               H                 2 (M-1)/M 4 P
-#     diloco       J      I      fp32     Nesterov .7 .9      H                 the same
-#     streaming    J      I      4 bits   Nesterov .4 .9      H, tau = 1        (M-1) B, a third at a time
-#     noloco       pair   pair   fp32     heavy ball .5       H                 8 P, Delta and the anchor
-#     gossip       pair   ring   fp32     Nesterov .7 .9      H; W1 early       12 P
-#     co2          J      I      fp32     heavy ball .5       H, tau = H        2 (M-1)/M 4 P, hidden
-#     sparseloco   J      I      top-k    SGD 1, beta .95     H                 (M-1) B
-#     merge        J      I      fp32     SGD 1               once              2 (M-1)/M 4 P, once
-#     c-lp-s       J      I      8 bits   SGD 1               every step        2 (M-1)/M B
-#     d-fp-s       pair   -      fp32     theta = W2 theta    every step        4 P
-#     async        J      -      fp32     theta += mean - own H = tau = 5       2 (M-1)/M 4 P, hidden
+# a paper, in its symbols; compare section 1. What a worker sends in a round follows from W2, W1 and C: round_bytes.
 
 
 @dataclass(frozen=True)
@@ -662,8 +649,8 @@ METHODS = {
     "sparseloco": Method(C="topk", beta=0.95),  # 1.6 % of Delta in 14 bits each
     "merge": Method(H=None),  # alone to the end, then averaged once
     "bagua-c-lp-s": Method(C="uint8", H=1),
-    "bagua-d-fp-s": Method("pair", H=1, sends="weights"),
-    "bagua-async": Method(H=5, tau=None, sends="copy"),
+    "bagua-d-fp-s": Method("pair", H=1, sends="weights"),  # theta = W2 theta
+    "bagua-async": Method(H=5, tau=None, sends="copy"),  # theta += the mean less its own copy
 }
 # {method: {n: (eta, mu)}}: what trained better than the method's own in runs of fewer than n rounds.
 SHORT_OUTER = {"diloco": {15: (1.0, 0.0), 200: (0.9, 0.5)}, "streaming": {30: (0.9, 0.5), 200: (0.7, 0.9)}}
