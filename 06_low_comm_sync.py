@@ -22,6 +22,7 @@ Symbols, in the code under the same names (M workers, P parameters, t counts a w
     bar_i   = sum_j W1[i, j] phi_j       anchors are mixed, too (gossip), or W1 = I
     phi_i, m_i = Outer(phi_i, bar_i, D_i, m_i)                    SGD, heavy ball or Nesterov, with momentum m
     theta_i = alpha theta_i + (1 - alpha) phi_i                   at landing, tau steps after the launch
+    Shapes: L workers are in this process (of a simulation all M, else 1), J are heard, n numbers are in a fragment
   A method is a choice of W1, W2, C, beta, Outer, H, tau, alpha and of fragments, into which the weights are cut:
   METHODS in section 6 lists them, a line each.
 
@@ -634,7 +635,7 @@ class Method:
     @property
     def reduces(self):
         """Whether a sum is formed chunk by chunk on the way, and coded again, for which no error feedback could
-        account; otherwise everybody gets all payloads."""
+        account; otherwise payloads go whole to whom W2 names."""
         return self.W2 == "all" and self.C in ("none", "uint8") and self.beta is None
 
 
@@ -719,7 +720,7 @@ class Outcome(NamedTuple):
 
 class Sim:
     """M workers in this process: every rank's rows are here, a launch has arrived when it returns. silent(step): ranks
-    that take no part in rounds of that step: their anchors, weights and error feedback stay as they are.
+    that take no part in rounds of that step: their theta, phi, m and e stay as they are.
 
     bytes_sent is that of a mean worker, by the sizes of what Dist would have handed over."""
 
@@ -1404,8 +1405,8 @@ def make_sync(method, model, transport, *, seed=0, companion=None, **overrides):
 
 
 class OneByte:
-    """Shared-randomness SPSA, arXiv 2306.10015. Workers have the same weights always; flat: as for make_sync. g is sent
-    as a byte, 127 for `scale` and beyond."""
+    """Shared-randomness SPSA, arXiv 2306.10015. Workers have the same weights always, in a Flat. g is sent as a byte,
+    127 for `scale` and beyond."""
 
     def __init__(self, flat, transport, lr, eps=1e-3, scale=1.0, seed=0):
         self.flat, self.transport, self.lr, self.eps, self.scale, self.seed = flat, transport, lr, eps, scale, seed
@@ -2037,7 +2038,7 @@ PLAIN_CHECKS = [check_mixing, check_bytes, check_utilisation, check_fragments, c
 #     rounds      outer momentum needs some 20 to build up. Below that, plainer outer steps (outer_for)
 #     lateness    CO2 corrects the weights of one round by the progress of the round before. If a round nearly converges
 #                 by itself, that is a correction for something already done: it swings about the optimum
-#     density     1.6 % of Delta a round and worker: after 20 rounds two have told at most 64 % of the weights. Of two
+#     density     1.56 % of Delta a round and worker: after 20 rounds two have told at most 63 % of the weights. Of two
 #                 workers SparseLoCo draws level with `single` after some 300 rounds, of eight before 66 are over
 #
 # What --study found (four H200s, 3.3 M parameters, 2,000 steps, H = 30): loss beside ddp's, and how many times fewer
