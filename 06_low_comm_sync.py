@@ -983,17 +983,20 @@ class Wire(parallel.Membership):
 
     def move(self, part):
         """The Arrived of a Part; senders in the order of ranks."""
-        members, payload = self.members, part.payload[0]  # (units, bytes)
         if part.combine:
-            stack, weights = self.reduce(part), np.ones((1, 1))
-        elif (part.W[np.ix_(members, members)] != 0).all():
-            stack, weights = payload.new_empty(len(members), *payload.shape), part.W[[self.rank]][:, members]
+            return Arrived(self.reduce(part), np.ones((1, 1)))
+        members = list(self.members)
+        senders = [j for j in members if j == self.rank or part.W[self.rank, j] != 0]
+        to = [k for k in members if k != self.rank and part.W[k, self.rank] != 0]
+        payload = part.payload[0]  # (units, bytes)
+        stack = payload.new_empty(len(senders), *payload.shape)
+        if (part.W[np.ix_(members, members)] != 0).all():
             self.done(dist.all_gather(list(stack), payload, group=self.group, async_op=True))
-            self.bytes_sent += part.counted * (len(members) - 1) * payload.numel()
         else:
-            senders = [j for j in members if j == self.rank or part.W[self.rank, j] != 0]
-            stack, weights = self.messages(part, senders), part.W[[self.rank]][:, senders]
-        return Arrived(stack, weights)
+            stack[senders.index(self.rank)] = payload
+            self.messages(payload, to, dict(zip(senders, stack, strict=True)))
+        self.bytes_sent += part.counted * len(to) * payload.numel()
+        return Arrived(stack, part.W[[self.rank]][:, senders])
 
     def reduce(self, part):
         """Each worker gets its chunk of all, adds up, codes the sum, and all gather the sums: (1, units, bytes)."""
@@ -1006,24 +1009,17 @@ class Wire(parallel.Membership):
         self.bytes_sent += part.counted * 2 * (J - 1) * total.numel()
         return sums.flatten(0, 1)[None, : len(payload)]
 
-    def messages(self, part, senders):
-        """The payloads (J, units, bytes) of these ranks, point to point; and ours to whom it concerns."""
-        payload = part.payload[0]
-        to = [k for k in self.members if k != self.rank and part.W[k, self.rank] != 0]
-        stack = payload.new_empty(len(senders), *payload.shape)
-        stack[senders.index(self.rank)] = payload
+    def messages(self, payload, to, stack):
+        """The payload to the ranks `to`, theirs into stack {rank: (units, bytes)}, point to point."""
         op = functools.partial(dist.P2POp, group=self.group)  # which counts the present members
         calls = [op(dist.isend, payload, group_peer=self.members.index(k)) for k in to]
-        calls += [op(dist.irecv, stack[i], group_peer=self.members.index(j)) for i, j in enumerate(senders)
-                  if j != self.rank]
+        calls += [op(dist.irecv, x, group_peer=self.members.index(j)) for j, x in stack.items() if j != self.rank]
         for work in dist.batch_isend_irecv(calls) if calls else ():
             self.done(work)
-        self.bytes_sent += part.counted * len(to) * payload.numel()
-        return stack
 
     def done(self, work):
         """gloo: wait for it, no longer than `timeout`. NCCL: have the stream wait; its watchdog keeps the time."""
-        work.wait(*(datetime.timedelta(seconds=self.timeout),) * (self.stream is None))
+        work.wait(**dict(timeout=datetime.timedelta(seconds=self.timeout)) if self.stream is None else {})
 
     def close(self):
         self.thread.shutdown()
@@ -1335,8 +1331,7 @@ class Sync(Survivor):
     def state_dict(self):
         """All that a bitwise continuation needs beyond model and optimizer: tensors in use, not copies."""
         self.flat.gather()
-        names = ("fragment", "step", "due", "number", "payload", "left")
-        flight = [{name: getattr(r, name) for name in names} for r in self.pending]
+        flight = [{name: x for name, x in vars(r).items() if name not in ("live", "future")} for r in self.pending]
         return dict(method=repr(self.method), steps=self.steps, rounds=self.rounds, launched=self.launched,
                     theta=self.theta, phi=self.phi, m=self.m, e=self.e, flight=flight,
                     bytes_sent=self.transport.bytes_sent, blocked_seconds=self.blocked_seconds)
