@@ -46,8 +46,8 @@ References ("our reading": only the abstract was available to us, the formula is
     1910.00643.
 
 Left out on purpose: outer state on the host (exercise 2); QAdam, which is C_LP_S over an Adam whose v is frozen;
-workers of different sizes; survival of a lost worker under NCCL, whose watchdog ends the others (gloo goes on). No
-kernel is written here: a round of plain PyTorch takes under 1 % of the steps between two rounds (section 3).
+workers of different sizes; survival of a lost worker under NCCL, whose watchdog ends the others (gloo goes on);
+kernels (section 3 says why).
 """
 
 import concurrent.futures
@@ -798,6 +798,7 @@ class Mechanism:
         count = len(flat.spans)
         self.steps, self.launched, self.rounds = 0, [0] * count, [0] * count
         self.pending, self.early, self.blocked_seconds = [], [None] * count, 0.0
+        self.aborted, self.notes, self.joining = 0, {}, []  # launches in a row; what rounds agreed on; who asked
 
     @property
     def bytes_sent(self):
@@ -1140,8 +1141,8 @@ class Dist(Wire):
         raise RuntimeError(f"not admitted to the group within {patience:.0f} s: is anybody left in it?")
 
     def give(self, state, to):
-        """Send an object to the ranks `to`."""
-        for rank in to:
+        """Send an object to those of the ranks `to` that have come."""
+        for rank in set(to) & set(self.members):
             with contextlib.suppress(RuntimeError):  # it fell again: the next round will notice
                 self.thread.submit(dist.send_object_list, [state], self.members.index(rank)).result()
 
@@ -1155,10 +1156,6 @@ class Dist(Wire):
 
 class Survivor(Mechanism):
     """The mechanism, with workers that come and go."""
-
-    def __init__(self, *arguments):
-        self.aborted, self.notes, self.joining = 0, {}, []  # launches in a row; what rounds agreed on; who asked
-        super().__init__(*arguments)
 
     def outcome(self, future):
         """The Outcome, or None if it was aborted: the group is another then, and all in flight launched again."""
@@ -1218,12 +1215,11 @@ class Survivor(Mechanism):
         if not joining:
             return
         self.transport.reform(self.steps, joining)
-        here = [rank for rank in joining if rank in self.transport.members]
-        if self.transport.donor == self.transport.rank and here:
+        if self.transport.donor == self.transport.rank:
             flight = [(r.fragment, r.step, r.due, r.number) for r in self.pending]
             self.transport.give(dict(
                 steps=self.steps, rounds=self.rounds, launched=self.launched, flight=flight, phi=self.phi, m=self.m,
-                notes=self.notes, companion=self.companion and self.companion.state_dict()), here)
+                notes=self.notes, companion=self.companion and self.companion.state_dict()), joining)
         self.launch_again()
 
     def join(self, patience=600.0):
@@ -1381,9 +1377,8 @@ def make_sync(method, model, transport, *, seed=0, companion=None, **overrides):
         (unknown, f"{', '.join(unknown)}: no part of a method: use {', '.join(fields)}"),
     )
     method = dataclasses.replace(METHODS[method], **overrides)
-    flat = model
-    if not isinstance(model, Flat):
-        flat = Flat(model if isinstance(model, (list, tuple)) else [model], method.fragments)
+    models = model if isinstance(model, (list, tuple)) else [model]
+    flat = model if isinstance(model, Flat) else Flat(models, method.fragments)
     check_method(method, flat, transport)
     return Sync(method, flat, transport, seed, companion)
 
@@ -2176,13 +2171,10 @@ def mean_gradients(blocked, parameters):
     blocked.append(time.perf_counter() - began)
 
 
-SHOWN = ("ddp", "single", "diloco", "streaming", "noloco", "co2", "sparseloco")
-
-
 def side_by_side(steps, H):
     """In each process: the methods over gloo; and wire_bytes()."""
     results = {"wire": wire_bytes() if Path("/proc/net/dev").exists() else None}
-    for name in SHOWN:
+    for name in ("ddp", "single", "diloco", "streaming", "noloco", "co2", "sparseloco"):
         transport = Dist()
         results[name] = train_toy(name, transport, steps, H)
         transport.close()
@@ -2249,31 +2241,32 @@ STUDY = {"2": (2, 3, MAIN | VARIANTS), "8": (8, 3, MAIN), "ablations": (8, 1, VA
 
 
 def study_cell(cell):
-    (name, overrides, worker, share), M, seed, device, steps = cell
+    (name, overrides, worker, share), M, seed, device = cell
     torch.set_num_threads(1)
     torch.set_float32_matmul_precision("high")
     if device != "cpu":
         worker = worker | dict(shape=SMALL | (dict(lr=2e-3) if "muon" in worker else {}), device=device)
     silent = lambda step: np.flatnonzero(np.random.default_rng([seed, 7, step]).random(M) < share)  # noqa: E731
-    return train_toy(name, Sim(M, silent if share else None), steps, STUDY_H, seed, worker=worker, **overrides)
+    sim = Sim(M, silent if share else None)
+    return train_toy(name, sim, STUDY_STEPS, STUDY_H, seed, worker=worker, **overrides)
 
 
-def study(which, steps=STUDY_STEPS, a_gpu=8):
-    """A table of STUDY, every row for every seed: `a_gpu` runs side by side on each GPU, else one on each core."""
+def study(which):
+    """A table of STUDY, every row for every seed: eight runs side by side on each GPU, else one on each core."""
     M, seeds, rows = STUDY[which]
     gpus = torch.cuda.device_count()
     quick = lambda job: rows[job[0]][0] in ("ddp", "single")  # noqa: E731 - one model, not M: they come last
     jobs = sorted(((label, seed) for seed in range(seeds) for label in rows), key=quick)
-    cells = [(rows[label], M, seed, f"cuda:{i % gpus}" if gpus else "cpu", steps)
-             for i, (label, seed) in enumerate(jobs)]
+    cells = [(rows[label], M, seed, f"cuda:{i % gpus}" if gpus else "cpu") for i, (label, seed) in enumerate(jobs)]
     context = torch.multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(a_gpu * gpus or None, mp_context=context) as pool:
+    with concurrent.futures.ProcessPoolExecutor(8 * gpus or None, mp_context=context) as pool:
         found = dict(zip(jobs, pool.map(study_cell, cells), strict=True))
 
     def values(label, what="loss"):
         return [found[label, seed][what] for seed in range(seeds)]
 
-    print(f"M = {M}, {steps} steps, seeds: {seeds:<8} loss: mean, least, most     to ddp  to single  x fewer   spread")
+    print(f"M = {M}, {STUDY_STEPS} steps, seeds: {seeds:<8} loss: mean, least, most"
+          "     to ddp  to single  x fewer   spread")
     for label in rows:
         loss, sent, inner = values(label), values(label, "bytes")[0], "AdamW: " * label.startswith("AdamW")
         to_ddp, to_single = (100 * (statistics.fmean(loss) / statistics.fmean(values(inner + other)) - 1)
