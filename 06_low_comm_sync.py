@@ -617,8 +617,8 @@ class Method:
 
     W2, W1: kinds of mixing() of what is sent and of the anchors (None: W1 = I). early: W1 phi travels while the round
     computes. C: a code of UNIT. beta: of the error feedback, or None. H: None for one round at the very end. tau: None
-    for a whole round. sends: "progress" Delta, or the weights themselves: of "weights" the mix is what all go on from,
-    of a "copy" theta keeps what it did since the launch."""
+    for a whole round. sends: "progress" Delta, or the "weights" themselves: phi = W2 theta, and theta goes on from it,
+    but keeps what it did since the launch."""
 
     W2: str = "all"
     W1: str | None = None
@@ -650,8 +650,8 @@ METHODS = {
     "sparseloco": Method(C="topk", beta=0.95),  # 1.6 % of Delta in 14 bits each
     "merge": Method(H=None),  # alone to the end, then averaged once
     "bagua-c-lp-s": Method(C="uint8", H=1),
-    "bagua-d-fp-s": Method("pair", H=1, sends="weights"),  # theta = W2 theta
-    "bagua-async": Method(H=5, tau=None, sends="copy"),  # theta += the mean less its own copy
+    "bagua-d-fp-s": Method("pair", H=1, sends="weights"),
+    "bagua-async": Method(H=5, tau=None, sends="weights"),  # theta += the mean less what it was at launch
 }
 # {method: {n: (eta, mu)}}: what trained better than the method's own in runs of fewer than n rounds.
 SHORT_OUTER = {"diloco": {15: (1.0, 0.0), 200: (0.9, 0.5)}, "streaming": {30: (0.9, 0.5), 200: (0.7, 0.9)}}
@@ -673,7 +673,7 @@ def check_method(method, flat, transport):
          "end"),
         *((getattr(method, name) not in known, f"{name} is {getattr(method, name)!r}: use one of {known}")
           for name, known in dict(C=tuple(UNIT), W2=("all", "pair", "ring"), W1=(None, "all", "pair", "ring"),
-                                  sends=("progress", "weights", "copy")).items()),
+                                  sends=("progress", "weights")).items()),
         (flat.theta.dtype == torch.float64 and method.C != "none", f"C is {method.C!r} and the weights are fp64: use "
          "'none', or fp32 weights"),
         (len(flat.spans) != method.fragments, f"{len(flat.spans)} fragments in Flat, {method.fragments} in the method: "
@@ -905,9 +905,8 @@ class Mechanism:
             outer_step(method.outer, phi, m, D, phi if bar is None else bar[rows])
             blend(theta, phi, method.alpha)
         else:
-            mine = decode(method.C, r.payload, D.shape[1], D.dtype)[rows] if method.sends == "copy" else theta
             phi.copy_(D)
-            theta.add_(D - mine) if method.sends == "copy" else theta.copy_(D)
+            theta.add_(D - decode(method.C, r.payload, D.shape[1], D.dtype)[rows])
         if quiet:
             self.phi[rows, span], self.theta[rows, span] = phi, theta
             if m is not None:
