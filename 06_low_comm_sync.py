@@ -825,7 +825,7 @@ class Mechanism:
     def begin(self, fragment):
         method, span = self.method, self.flat.spans[fragment]
         phi, theta = self.phi[:, span], self.theta[:, span]  # (L, n)
-        if not bool(theta.sum().isfinite()):
+        if not theta.sum().isfinite():
             raise base.BadInput(f"step {self.steps}: weights are not finite: go on from the last checkpoint, with a "
                                 "lower rate")
         x = phi - theta if method.sends == "progress" else theta
@@ -897,22 +897,20 @@ class Mechanism:
 
     def apply(self, r, span, D, bar=None):
         """phi, m, theta and e of this process's rows take the step; rows of a Sim that were silent do not."""
-        method, quiet = self.method, self.transport.silent and not r.live.all()
-        rows = np.flatnonzero(r.live) if quiet else slice(None)
-        phi, theta, D = self.phi[rows, span], self.theta[rows, span], D[rows]  # views, or copies of some rows
-        m = None if self.m is None else self.m[rows, span]
+        method, phi, theta = self.method, self.phi[:, span], self.theta[:, span]  # (L, n)
+        quiet = np.flatnonzero(r.live == 0) if self.transport.silent else []
+        kept = [(x, x[quiet, span]) for x in (self.phi, self.m, self.theta, self.e) if x is not None]
         if method.sends == "progress":
-            outer_step(method.outer, phi, m, D, phi if bar is None else bar[rows])
+            m = None if self.m is None else self.m[:, span]
+            outer_step(method.outer, phi, m, D, phi if bar is None else bar)
             blend(theta, phi, method.alpha)
         else:
             phi.copy_(D)
-            theta.add_(D - decode(method.C, r.payload, D.shape[1], D.dtype)[rows])
-        if quiet:
-            self.phi[rows, span], self.theta[rows, span] = phi, theta
-            if m is not None:
-                self.m[rows, span] = m
+            theta.add_(D - decode(method.C, r.payload, D.shape[1], D.dtype))
         if r.left is not None:
-            self.e[rows, span] = r.left[rows]
+            self.e[:, span] = r.left
+        for x, before in kept:
+            x[quiet, span] = before
 
 
 # ==== 8. Over torch.distributed =======================================================================================
@@ -1221,11 +1219,11 @@ class Survivor(Mechanism):
                 notes=self.notes, companion=self.companion and self.companion.state_dict()), joining)
         self.launch_again()
 
-    def join(self, patience=600.0):
+    def join(self):
         """Become a member of a group at work: from the donor's anchors, counted from the next launch on."""
         state = None
         while state is None:  # the donor may fall, too
-            self.transport.thread.submit(self.transport.enter, patience).result()
+            self.transport.thread.submit(self.transport.enter).result()
             state = self.transport.take()
         self.steps, self.rounds, self.launched = state["steps"], state["rounds"], state["launched"]
         self.notes |= state["notes"]  # what the round that admits us has agreed on, a stop for example
@@ -2112,8 +2110,8 @@ class TinyWorker:
                 p.mul_(1 - 0.005 * self.muon * share).sub_(self.muon * share * forging.orthogonal(g.lerp(m, 0.95)))
 
     @torch.no_grad()
-    def validate(self, count=128):
-        tokens = windows(text(self.device).val, np.random.default_rng(1), count, self.config.seq).to(self.device)
+    def validate(self):
+        tokens = windows(text(self.device).val, np.random.default_rng(1), 128, self.config.seq).to(self.device)
         return statistics.fmean(self.loss(part).item() for part in tokens.split(64))
 
 
