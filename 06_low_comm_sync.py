@@ -837,7 +837,7 @@ class Mechanism:
         if method.tau is None and method.sends == "progress" and not self.in_flight(fragment):
             theta.copy_(phi)  # nothing lands after the first round, yet its progress is on its way: start over
         self.pending.append(Round(fragment, self.steps, self.steps + tau, self.number(fragment), payload, left))
-        if method.early and self.early[fragment] is None:  # the first round, for which none has been sent
+        if self.early[fragment] is None:  # before the first round nothing was mixed
             self.mix_early(fragment)
         self.launched[fragment], self.rounds[fragment] = self.steps, self.rounds[fragment] + 1
         self.launch(self.pending[-1])
@@ -1392,8 +1392,8 @@ def make_sync(method, model, transport, *, seed=0, companion=None, **overrides):
 
 
 class OneByte:
-    """Shared-randomness SPSA, arXiv 2306.10015. Workers have the same weights always, in a Flat. g is sent as a byte,
-    127 for `scale` and beyond."""
+    """Shared-randomness SPSA, arXiv 2306.10015. Workers have the same weights always, in a Flat, and ranks from 0 on. g
+    is sent as a byte, 127 for `scale` and beyond."""
 
     def __init__(self, flat, transport, lr, eps=1e-3, scale=1.0, seed=0):
         self.flat, self.transport, self.lr, self.eps, self.scale, self.seed = flat, transport, lr, eps, scale, seed
@@ -2301,7 +2301,8 @@ if __name__ == "__main__":
 
 
 # Exercises
-#   1. Send only every other layer's Delta in a round, the others in the next, without fragments: which W2 does that?
+#   1. Send only every other layer's Delta in a round, the others in the next, without fragments: which C does that, and
+#      which beta does it need?
 #   2. Keep phi and m on the host (OpenDiLoCo does): what does a round then cost, and what does tau = 1 hide of it?
 #   3. Let H grow as the learning rate falls. Where is the same loss reached with the fewest bytes?
 #   4. Write QAdam: freeze AdamW's v after a warm-up and send its momentum through "bagua-c-lp-s".
