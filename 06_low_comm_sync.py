@@ -946,7 +946,7 @@ class Wire(parallel.Membership):
         self.stream = torch.cuda.Stream(self.device) if cuda else None
         enter = dict(initializer=torch.cuda.set_device, initargs=(self.device,)) if cuda else {}
         self.thread = concurrent.futures.ThreadPoolExecutor(1, **enter)
-        if self.stream is not None:  # NCCL connects at the first message of a kind, which takes it half a second: now
+        if cuda:  # NCCL connects at the first message of a kind, which takes it half a second: now
             ones, add_up = np.ones((self.size,) * 2), lambda stack: stack[:1]
             payload = torch.zeros(1, self.size, BLOCK, dtype=torch.uint8, device=device)
             self.launch([Part(payload, ones, add_up, False), Part(payload, ones, None, False)]).result()
@@ -992,7 +992,12 @@ class Wire(parallel.Membership):
             self.done(dist.all_gather(list(stack), payload, group=self.group, async_op=True))
         else:
             stack[senders.index(self.rank)] = payload
-            self.messages(payload, to, dict(zip(senders, stack, strict=True)))
+            op = functools.partial(dist.P2POp, group=self.group)  # which counts the present members
+            calls = [op(dist.isend, payload, group_peer=members.index(k)) for k in to]
+            calls += [op(dist.irecv, x, group_peer=members.index(j)) for j, x in zip(senders, stack, strict=True)
+                      if j != self.rank]
+            for work in dist.batch_isend_irecv(calls) if calls else ():
+                self.done(work)
         self.bytes_sent += part.counted * len(to) * payload.numel()
         return Arrived(stack, part.W[[self.rank]][:, senders])
 
@@ -1006,14 +1011,6 @@ class Wire(parallel.Membership):
         self.done(dist.all_gather(list(sums), total, group=self.group, async_op=True))
         self.bytes_sent += part.counted * 2 * (J - 1) * total.numel()
         return sums.flatten(0, 1)[None, : len(payload)]
-
-    def messages(self, payload, to, stack):
-        """The payload to the ranks `to`, theirs into stack {rank: (units, bytes)}, point to point."""
-        op = functools.partial(dist.P2POp, group=self.group)  # which counts the present members
-        calls = [op(dist.isend, payload, group_peer=self.members.index(k)) for k in to]
-        calls += [op(dist.irecv, x, group_peer=self.members.index(j)) for j, x in stack.items() if j != self.rank]
-        for work in dist.batch_isend_irecv(calls) if calls else ():
-            self.done(work)
 
     def done(self, work):
         """gloo: wait for it, no longer than `timeout`. NCCL: have the stream wait; its watchdog keeps the time."""
