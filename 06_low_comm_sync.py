@@ -683,6 +683,7 @@ def check_method(method, flat, transport):
         (not one and whole(H) and method.tau is not None and not (whole(method.tau) and 0 <= method.tau < H), f"tau is "
          f"{method.tau}: a round lands before the next is launched: use a whole number below H {H}, or None for all "
          "of a round"),
+        (method.early and not method.W1, "early is about mixed anchors: use W1, too"),
         (not share(method.alpha), f"alpha is {method.alpha}: use 0 to 1"),
         (not (method.beta is None or share(method.beta)), f"beta is {method.beta}: use 0 to 1, or None"),
         (not isinstance(outer, Outer), f"outer is {outer!r}: use Outer(lr, momentum, nesterov=True)"),
@@ -1802,6 +1803,7 @@ def check_misuse():
         ("not enough layers", dict(fragments=9)), ("fragments is 0", dict(fragments=0)),
         ("more than H 2", dict(fragments=3, H=2)), ("tau is 30", dict(method="streaming", tau=30)),
         ("tau is 1.5", dict(tau=1.5)), ("use tau=0", dict(method="co2", H=None)), ("alpha is 1.5", dict(alpha=1.5)),
+        ("use W1, too", dict(early=True)),
         ("beta is -1", dict(beta=-1)), ("W2 is None", dict(W2=None)), ("W1 is 'star'", dict(W1="star")),
         ("sends is 'theta'", dict(sends="theta")), ("use Outer(lr", dict(outer=(0.7, 0.9))),
         ("a momentum above 0", dict(outer=Outer(penalty=True))), ("a momentum above 0", dict(outer=Outer(clip=0.1))),
