@@ -1535,7 +1535,7 @@ def check_data_parallel(device="cpu", M=3):
     sync = make_sync("diloco", models, Sim(M), H=1, outer=Outer())
     sgd = torch.optim.SGD([p for model in (*models, whole) for p in model.parameters()], 0.3)
     loss = lambda model, x: F.cross_entropy((model(x[0]) @ model.classifier.T).mT, x[1])  # noqa: E731
-    for t in range(20):
+    for t in range(8):
         tokens = torch.randint(37, (M, 2, 6, 8), generator=torch.Generator().manual_seed(t)).to(device)
         sgd.zero_grad()
         sum(loss(model, x) + loss(whole, x) / M for model, x in zip(models, tokens, strict=True)).backward()
@@ -1754,7 +1754,7 @@ def check_silent(device="cpu"):
 def check_state(device="cpu"):
     """A run that is saved in the middle of a round and of a transfer, or just after a launch, and goes on anew, ends
     after as many rounds with the same bits."""
-    for name, (steps, saved) in itertools.product(METHODS, ((15, 9), (8, 8))):
+    for name, (steps, saved) in itertools.product(METHODS, ((12, 9), (8, 8))):
         whole, resumed = (travel(name, 4, steps, device, saved=when) for when in (None, saved))
         for sync in (whole, resumed):
             sync.finish()
