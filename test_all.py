@@ -865,14 +865,16 @@ def test_products_of_experts_by_kernels():
 
 @needs_gpu
 def test_products_of_experts_with_large_tiles():
-    """Descriptors, several tiles an expert, the loop's and the kernel's share."""
+    """Descriptors, several tiles an expert, multiprocessors left to others."""
     for counts in ((700, 0, 1, 130, 200), (128, 256, 0, 64)):
         rows = moe.Rows(torch.tensor((0, *np.cumsum(counts)), device=DEVICE))
         x, dy, W = (torch.randn(*size, device=DEVICE, dtype=torch.bfloat16)
                     for size in ((sum(counts), 320), (sum(counts), 256), (256 * len(counts), 320)))
-        for function, arguments in ((moe.experts_product, (x, W, rows)), (moe.experts_product, (dy, W, rows, True)),
-                                    (moe.experts_gradient, (dy, x, rows))):
-            got, want = (function(*arguments, backend=backend) for backend in ("triton", "torch"))
+        for fast, function, arguments in (("triton", moe.experts_product, (x, W, rows)),
+                                          ("triton", functools.partial(moe.experts_product, spare=500), (x, W, rows)),
+                                          ("triton", moe.experts_product, (dy, W, rows, True)),
+                                          ("grouped", moe.experts_gradient, (dy, x, rows))):
+            got, want = (function(*arguments, backend=backend) for backend in (fast, "torch"))
             assert cce.error(got, want) < 5e-3, (counts, function)
 
 
@@ -884,25 +886,8 @@ def test_experts_over_four_ranks():
 
 def test_least_loaded_over_more_loads():
     moe.check_least_loaded(400)
-    loads = np.array([1000, 10, 10, 10])
-    assert moe.least_loaded(loads, 4, least=1).sum(1).tolist() == [258, 258, 258, 256]
-    assert moe.least_loaded(loads, 4).sum(1).max() == 742  # chunks are too small: one takes all that is left
-    assert moe.least_loaded(loads, 1, least=1).tolist() == [loads.tolist()]
+    assert moe.least_loaded(np.array([1000, 10]), 1, least=1).tolist() == [[1000, 10]]
     assert moe.least_loaded(np.zeros(4, int), 2).sum() == 0
-
-
-def test_experts_refuse_what_cannot_be():
-    layer = moe.MoE(8, 8, 4)
-    for message, action in (("top_k 5 of 4", lambda: moe.MoE(8, 8, 4, 5)),
-                            ("gate is", lambda: moe.MoE(8, 8, 4, gate="x")),
-                            ("capacity is 0", lambda: moe.MoE(8, 8, 4, capacity=0)),
-                            ("policy is 'x'", lambda: moe.expert_parallel(layer, None, "x")),
-                            ("no multiple", lambda: moe.fold(tp=3, ep=2))):
-        with pytest.raises(ValueError, match=message):
-            action()
-    moe.expert_parallel(layer, None)
-    with pytest.raises(ValueError, match="cut already"):
-        moe.expert_parallel(layer, None)
 
 
 def test_biases_even_out_the_loads():
