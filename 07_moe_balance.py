@@ -1283,39 +1283,38 @@ def train_on_domains(kind, seed, steps, device="cpu", batch=4, T=64, **options):
 # through the same tokens. In fp64 all that differs is the order of sums: 1e-12. In 16 bits a rounding may move a token
 # to another expert, and nothing could be compared: so tokens and the router's weights have values that bf16 has, too.
 
+close = torch.testing.assert_close
+
 
 def check_routing(N=40, E=7, seed=0):
     """Weights by their formula; a bias changes who is chosen, not what it is worth; capacity drops the last; the losses
-    by theirs, 1 if all is equal, and the table of section 2."""
+    by theirs, 1 if all is equal, and the table of section 2; of several layers, stacked, the sum."""
     generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(N, E, generator=generator, dtype=torch.float64)
-    bias = torch.randn(E, generator=generator, dtype=torch.float64)
+    logits, bias = (torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((N, E), (E,)))
     scores = logits.softmax(-1)
-    for K, b in itertools.product((1, 3), (None, bias)):
-        routing, want = route(logits, K, b), (scores if b is None else scores + b).topk(K).indices
-        require(torch.equal(routing.experts, want), f"top {K}: other experts than the best")
-        worth = scores.gather(1, want)
-        torch.testing.assert_close(routing.weights, worth / worth.sum(1, keepdim=True) if K > 1 else worth)
-        torch.testing.assert_close(routing.scores, scores)
+    for K, b in itertools.product((1, 3), (0 * bias, bias)):
+        routing, best = route(logits, K, b), (scores + b).topk(K).indices
+        require(torch.equal(routing.experts, best), f"top {K}: other experts than the best")
+        worth = scores.gather(1, best)
+        close(routing.weights, worth / worth.sum(1, keepdim=True) if K > 1 else worth)
     counts = counts_of(routing.experts, E)
-    parallel.expect("choices of each expert", counts.tolist(), [(routing.experts == e).sum().item() for e in range(E)])
-    torch.testing.assert_close(balance_loss(scores, counts), E * (counts / (3 * N) * scores.mean(0)).sum())
-    torch.testing.assert_close(z_loss(logits), logits.exp().sum(1).log().square().mean())
-    code, prose = torch.tensor([[0.8, 0.2]]).expand(4, 2), torch.tensor([[0.2, 0.8]]).expand(4, 2)
-    for scores, counts, want in ((code, (4, 0), 1.6), (prose, (0, 4), 1.6), (code, (4, 4), 1.0), (prose, (4, 4), 1.0)):
-        torch.testing.assert_close(balance_loss(scores, torch.tensor(counts)), torch.tensor(want))
-    torch.testing.assert_close(max_violation(torch.tensor([[4, 0], [3, 5]])), torch.tensor([1, 0.25]).double())
+    parallel.expect("choices", counts.tolist(), routing.experts.flatten().bincount(minlength=E).tolist())
+    close(balance_loss(routing.scores, counts), E * (counts / (3 * N) * scores.mean(0)).sum())
+    close(z_loss(logits.expand(2, N, E)), 2 * logits.exp().sum(1).log().square().mean())
+    code, prose = (torch.tensor([[p, 1 - p]]).expand(4, 2) for p in (0.8, 0.2))
+    scores, counts = torch.stack((code, prose, code, prose)), torch.tensor([[4, 0], [0, 4], [4, 4], [4, 4]])
+    losses = [*map(balance_loss, scores, counts), balance_loss(scores, counts)]
+    close(torch.stack(losses), torch.tensor([1.6, 1.6, 1.0, 1.0, 5.2]))
+    close(max_violation(torch.tensor([[4, 0], [3, 5]])), torch.tensor([1, 0.25]).double())
     experts = torch.randint(E, (N, 2), generator=generator)
     for capacity in (None, 5):
-        (choices, begin), taken = order_by_expert(experts, E, capacity), [0] * E
-        places = place_of(choices, experts).flatten().tolist()
-        for choice, e in enumerate(experts.flatten().tolist()):  # as they come
-            kept = capacity is None or taken[e] < capacity
-            place = begin[e].item() + taken[e] if kept else -1
-            parallel.expect(f"capacity {capacity}: place of choice {choice}", places[choice], place)
-            require(not kept or choices[place] == choice, f"capacity {capacity}: choice {choice} is not there")
-            taken[e] += kept
-        parallel.expect(f"capacity {capacity}: counts", begin.diff().tolist(), taken)
+        choice, begin = order_by_expert(experts, E, capacity)
+        of_expert = [(experts.flatten() == e).nonzero().flatten().tolist()[:capacity] for e in range(E)]
+        want = list(itertools.chain(*of_expert))
+        parallel.expect(f"capacity {capacity}: choice", choice.tolist(), want)
+        parallel.expect(f"capacity {capacity}: begin", begin.tolist(), [0, *itertools.accumulate(map(len, of_expert))])
+        place = [want.index(c) if c in want else -1 for c in range(2 * N)]
+        parallel.expect(f"capacity {capacity}: place", place_of(choice, experts).flatten().tolist(), place)
     parallel.expect("capacity", capacity_of(1.25, 10, 2, 8), 4)
 
 
@@ -1325,150 +1324,130 @@ def check_products(device="cpu", dtypes=(torch.float32, torch.bfloat16), seed=0)
     generator = torch.Generator().manual_seed(seed)
     sizes = [((0, 5, 33, 1, 0, 40), 40, 72), ((19, 0, 0), 32, 64), ((64, 64), 64, 32)]
     sizes += [] if INTERPRETED else [((130, 0, 70), 256, 320)]  # whole tiles of a GPU, by descriptors
-    for counts, M, C in sizes:
-        rows = Rows(torch.tensor((0, *itertools.accumulate(counts)), device=device))
-        R, E = sum(counts), len(counts)
-        random = lambda *shape: torch.randn(*shape, generator=generator).to(device)  # noqa: E731
-        x, dy, W, weights, dz = random(R, C), random(R, M), random(E * M, C), random(25, 2), random(25, C)
+    for (counts, M, C), dtype in itertools.product(sizes, dtypes):
+        rows, R, E = Rows(torch.tensor((0, *itertools.accumulate(counts)), device=device)), sum(counts), len(counts)
+        x, dy, W, dz = (torch.randn(*shape, generator=generator).to(device, dtype)
+                        for shape in ((R, C), (R, M), (E * M, C), (25, C)))
         index = torch.randint(-1, R, (25, 2), generator=generator).to(device)
-        for dtype in dtypes:
-            x_, dy_, W_, dz_ = (t.to(dtype) for t in (x, dy, W, dz))
-            cases = {
-                "product": (experts_product, (x_, W_, rows)),
-                "transposed": (functools.partial(experts_product, transposed=True), (dy_, W_, rows)),
-                "gather": (gather_rows, (x_, index)),
-                "weighted gather": (gather_rows, (x_, index, weights)), "dots": (dot_rows, (x_, index, dz_)),
-            }
-            if torch.device(device).type == "cuda" and dtype == torch.bfloat16:
-                cases["gradient"] = (experts_gradient, (dy_, x_, rows))
-            for name, (function, arguments) in cases.items():
-                wide = [a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in arguments]
-                exact = function(*wide, backend="torch")
-                fast = "grouped" if name == "gradient" else "triton"
-                got, peer = (function(*arguments, backend=backend) for backend in (fast, "torch"))
-                # As in 02; the interpreter truncates to bf16, which is a rounding more.
-                slack = 2e-6 if dtype == torch.float32 else 4e-3 if INTERPRETED else 1e-3
-                cce.require_as_good(f"{name}, {dtype}, rows {counts}", got, peer, exact, slack)
+        weights = torch.randn(25, 2, generator=generator).to(device)
+        cases = [("product", "triton", experts_product, (x, W, rows)), ("dots", "triton", dot_rows, (x, index, dz)),
+                 ("transposed product", "triton", experts_product, (dy, W, rows, True)),
+                 ("gather", "triton", gather_rows, (x, index)),
+                 ("weighted gather", "triton", gather_rows, (x, index, weights))]
+        if torch.device(device).type == "cuda" and dtype == torch.bfloat16:
+            cases.append(("gradient", "grouped", experts_gradient, (dy, x, rows)))
+        for name, fast, function, arguments in cases:
+            wide = [a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in arguments]
+            exact = function(*wide, backend="torch")
+            got, peer = (function(*arguments, backend=backend) for backend in (fast, "torch"))
+            # As in 02; the interpreter truncates to bf16, which is a rounding more.
+            slack = 2e-6 if dtype == torch.float32 else 4e-3 if INTERPRETED else 1e-3
+            cce.require_as_good(f"{name}, {dtype}, rows {counts}", got, peer, exact, slack)
 
 
-def randomise(moe):
-    """Weights of a size that matters, with values that bf16 has."""
+def as_in_bf16(*shape):
+    """Random numbers that bf16 has, too, in fp64."""
+    return torch.randn(shape).bfloat16().double()
+
+
+def random_layer(dtype, *sizes, **options):
+    """A MoE with weights of a size that matters, on this rank's device."""
+    moe = MoE(*sizes, **options).to(here(), dtype)
     for p in moe.parameters():
-        p.data.copy_(as_in_bf16(torch.randn(p.shape)))
+        p.data.copy_(as_in_bf16(*p.shape))
     return moe
 
 
-def as_in_bf16(x):
-    return x.bfloat16().double()
-
-
 def check_layer(N=30, D=8, E=5, seed=0):
-    """Output and all gradients equal the written-out sum in fp64; BigMac's layer is that at its width; with a large
-    capacity nothing changes, with a small one exactly the dropped choices are missing. What cannot be is refused."""
+    """Output and all gradients equal the written-out sum in fp64, in BigMac's layer that of products of matrices; with
+    a large capacity nothing changes, with a small one exactly the dropped choices are missing. A model has the
+    parameters that its config says. What cannot be is refused."""
     torch.manual_seed(seed)
     for K, bottleneck in ((1, None), (2, None), (2, 4)):
-        moe, x = randomise(MoE(D, 12, E, K, bottleneck=bottleneck).double()), torch.randn(N, D, dtype=torch.float64)
-        x.requires_grad_()
-        leaves, dy = [x, *moe.parameters()], torch.randn(N, D, dtype=torch.float64)
+        moe = random_layer(torch.float64, D, 12, E, K, bottleneck=bottleneck)
+        x, dy = torch.randn(2, N, D, dtype=torch.float64)
+        leaves, up, down = [x.requires_grad_(), *moe.parameters()], moe.up.weight, moe.down.weight
         for capacity in (None, float(E), 0.7):
             moe.capacity = capacity
-            got = moe(x)
-            chosen, limit = moe.take_routing().experts, capacity and capacity_of(capacity, N, K, E)
-            kept = place_of(order_by_expert(chosen, E, limit)[0], chosen) >= 0
+            got, experts = moe(x), moe.take_routing().experts
+            limit = capacity and capacity_of(capacity, N, K, E)
+            kept = place_of(order_by_expert(experts, E, limit)[0], experts) >= 0
             gone = 1 - kept.double().mean().item()
             require((gone > 0) == (capacity == 0.7) and abs(moe.dropped - gone) < 1e-12,
                     f"capacity {capacity}: {moe.dropped:.3f} reported as dropped, {gone:.3f} were")
-            if bottleneck:  # the router sees x, experts what is narrowed: one wide input, with zeros in the matrices
-                narrow, router = torch.cat((moe.narrow(x), x), 1), F.pad(moe.router, (bottleneck, 0))
-                up = F.pad(moe.up.weight, (0, D))
-                down = F.pad(moe.down.weight.view(E, bottleneck, -1), (0, 0, 0, D)).flatten(0, 1)
-                want = moe.widen(written_out(narrow, router, up, down, K, kept)[:, :bottleneck])
-            else:
-                want = written_out(x, moe.router, moe.up.weight, moe.down.weight, K, kept)
+            if bottleneck:
+                up = moe.up.weight @ moe.narrow.weight  # (E H, D)
+                down = (moe.widen.weight @ moe.down.weight.view(E, bottleneck, -1)).flatten(0, 1)  # (E D, H)
+            want = written_out(x, moe.router, up, down, K, kept)
             pair = [dict(enumerate((y, *torch.autograd.grad(y, leaves, dy)))) for y in (got, want)]
             parallel.compare(f"layer, top {K}, bottleneck {bottleneck}, capacity {capacity}", *pair)
     layer, dense = MoE(8, 8, 2), base.GPT(base.GPTConfig(64, 8, 1, 2, 32))
-    for words, action in (("top_k 3 of 2", lambda: MoE(8, 8, 2, 3)), ("no forward pass", layer.take_routing),
-                          ("no loss()", Balance(layer).step), ("no experts", lambda: Balance(dense)),
-                          ("capacity is inf", lambda: MoE(8, 8, 2, capacity=math.inf)),
-                          ("bottleneck is 8", lambda: MoE(8, 8, 2, bottleneck=8)),
-                          ("hidden is 0", lambda: MoE(8, 0, 2)),
-                          ("top_k 9", lambda: with_experts(dense, top_k=9))):
-        parallel.must_raise(words, action)
-    require(hasattr(dense.blocks[0], "up"), "a refusal has cost the model its MLP")
     for options in ({}, dict(hidden=24, experts=6, top_k=3), dict(bottleneck=16)):
         model = with_experts(copy.deepcopy(dense), **options)
         found = sum(map(torch.numel, model.parameters()))
         parallel.expect(f"parameters with {options}", found, model.config.parameters())
-    parallel.must_raise("experts already", lambda: with_experts(model))
+    expert_parallel(model, None)
+    for words, action in {
+        "top_k 3 of 2": lambda: MoE(8, 8, 2, 3), "hidden is 0": lambda: MoE(8, 0, 2),
+        "bottleneck is 8": lambda: MoE(8, 8, 2, bottleneck=8),
+        "capacity is inf": lambda: MoE(8, 8, 2, capacity=math.inf),
+        "no forward pass": layer.take_routing, "no loss()": Balance(layer).step, "no experts": lambda: Balance(dense),
+        "top_k 9": lambda: with_experts(dense, top_k=9), "experts already": lambda: with_experts(model),
+        "policy is None": lambda: expert_parallel(layer, None, None),
+        "cut already": lambda: expert_parallel(model, None),
+        "no multiple": lambda: fold(tp=2, dp=3, ep=4), "use 1 or more": lambda: fold(ep=0),
+    }.items():
+        parallel.must_raise(words, action)
+    require(hasattr(dense.blocks[0], "up"), "a refusal has cost the model its MLP")
 
 
-# Loads that test expert parallelism: ({expert: bias of the choice}, top_k, tokens of a rank by its number and theirs).
+# Loads that test expert parallelism: (expert, bias of its choice, top_k, tokens of a rank by its number and theirs).
 CASES = {
-    "uniform": ({}, 2, lambda r, n: 9 + r),
-    "a hot expert": ({0: 0.15}, 2, lambda r, n: 12),
-    "an expert without tokens": ({3: -9.0}, 2, lambda r, n: 10),
-    "a rank without tokens": ({}, 2, lambda r, n: 0 if r == n - 1 else 11),
-    "all tokens to one expert": ({1: 9.0}, 1, lambda r, n: 8 + 2 * r),
-    "no tokens at all": ({}, 2, lambda r, n: 0),
+    "uniform": (0, 0.0, 2, lambda r, n: 9 + r),
+    "a hot expert": (0, 0.15, 2, lambda r, n: 12),
+    "an expert without tokens": (3, -9.0, 2, lambda r, n: 10),
+    "a rank without tokens": (0, 0.0, 2, lambda r, n: 0 if r == n - 1 else 11),
+    "all tokens to one expert": (1, 9.0, 1, lambda r, n: 8 + 2 * r),
+    "no tokens at all": (0, 0.0, 2, lambda r, n: 0),
 }
 LLEP = functools.partial(least_loaded, least=2, imbalance=1.05)  # for loads as small as those of the checks
+TESTED = {"EP": "ep", "LLEP": LLEP}
 
 
-def layers_of_ranks(case, dtype, policy, **options):
+def gradients_of_ranks(model, whole, groups):
+    """Two {name: gradient}: of the whole model this rank's part; of the model that is cut what it has, summed over a
+    group. groups: {a part of the name: group}, of which the first that fits counts."""
+    want, got = {}, {}
+    for name, p in model.named_parameters():
+        over = next(group for word, group in groups.items() if word in name)
+        begin = getattr(p, "origin", [0] * p.dim())
+        part = tuple(slice(first, first + length) for first, length in zip(begin, p.shape, strict=True))
+        want[name], got[name] = whole.get_parameter(name).grad[part], parallel.all_reduce(p.grad, over)
+    return want, got
+
+
+def layers_of_ranks(case, dtype, policy, groups=None, **options):
     """(serial, parallel) {name: tensor} of this rank's output, gradients of its tokens, of its experts, and of all
-    other parameters summed over ranks; and the parallel layer."""
-    n, me, found = dist.get_world_size(), dist.get_rank(), []
-    group, (bias, K, tokens) = mesh(dp=n).dp, CASES[case]
+    other parameters summed over ranks; whether weights were lent; and the share of choices that were dropped. groups:
+    folded_groups(), if experts have copies."""
+    n, me, outputs = dist.get_world_size(), dist.get_rank(), []
+    everyone, (expert, bias, K, tokens) = mesh(dp=n).dp, CASES[case]
+    groups = groups or dict(ep=everyone, edp=None)
     torch.manual_seed(0)
-    whole = randomise(MoE(8, 12, 8, K, **options).to(dtype)).to(here())
-    for e, value in bias.items():
-        whole.bias[e] = value
-    data = [as_in_bf16(torch.randn(2, tokens(r, n), 8)).to(here(), dtype) for r in range(n)]  # x, dy
+    whole = random_layer(dtype, 8, 12, 8, K, **options)
+    whole.bias[expert] = bias
     mine = copy.deepcopy(whole)
-    expert_parallel(mine, group, policy)
+    expert_parallel(mine, groups["ep"], policy)
+    data = [as_in_bf16(2, tokens(r, n), 8).to(here(), dtype) for r in range(n)]  # x, dy
     for moe, ranks in ((whole, range(n)), (mine, [me])):
         for r in ranks:
-            x, dy = data[r][0].requires_grad_(), data[r][1]
+            x, dy = data[r][0].clone().requires_grad_(), data[r][1]
             y = moe(x)
             y.backward(dy)
             if r == me:
-                found.append(dict(y=y.detach(), dx=x.grad))
-            x.grad = None
-    for name, p in mine.named_parameters():
-        cut, want = hasattr(p, "cut"), whole.get_parameter(name).grad
-        found[0][name] = want.chunk(n)[me] if cut else want
-        found[1][name] = p.grad if cut else parallel.all_reduce(p.grad, group)
-    return *found, mine
-
-
-@on_ranks
-def check_expert_parallel():
-    """Plain and least-loaded expert parallelism equal the serial layer: y, dX, dW to 1e-12 in fp64 for each of CASES,
-    with a capacity, and BigMac; with a hot expert by the three-way rule in fp32 and bf16 (kernels, on a GPU). Plain
-    lends nothing, least-loaded lends where an expert is hot."""
-    worst, n = 0.0, dist.get_world_size()
-    cases = [(case, {}) for case in CASES]
-    cases += [("a hot expert", option) for option in (dict(capacity=0.7), dict(bottleneck=4))]
-    for policy, (case, options) in itertools.product(("ep", LLEP), cases):
-        name = f"{'EP' if policy == 'ep' else 'LLEP'}, {case} {options or ''}"
-        sent.clear()
-        serial, mine, moe = layers_of_ranks(case, torch.float64, policy, **options)
-        worst = max(worst, parallel.compare(name, nonempty(mine), nonempty(serial)))
-        require((moe.dropped > 0) == ("capacity" in options), f"{name}: dropped {moe.dropped}")
-        if policy == "ep" or not options and case in ("a hot expert", "all tokens to one expert"):
-            require(lends(moe) == (policy != "ep"), f"{name}: weights are lent: {lends(moe)}")
-        if case == "a hot expert" and not options:
-            for dtype in (torch.float32, torch.bfloat16):
-                peer, got, _ = layers_of_ranks(case, dtype, policy)
-                parallel.as_good(name, dtype, got, peer, serial)
-    dense, odd = parallel.tiny(n), MoE(8, 8, 2 * n + 1)
-    for words, action in (("over", lambda: expert_parallel(odd, mesh(dp=n).dp)),
-                          ("policy is None", lambda: expert_parallel(odd, None, None)),
-                          ("no experts", lambda: expert_parallel(dense, None)),
-                          ("cut already", lambda: expert_parallel(moe, None))):
-        parallel.must_raise(words, action)
-    return worst
+                outputs.append(dict(y=y.detach(), dx=x.grad))
+    found = gradients_of_ranks(mine, whole, {"up.": groups["edp"], "down.": groups["edp"], "": everyone})
+    return outputs[0] | found[0], outputs[1] | found[1], lends(mine), mine.dropped
 
 
 def lends(moe):
@@ -1477,73 +1456,75 @@ def lends(moe):
     return bool((plan > at_home(plan.sum(0), len(plan))).any())
 
 
-def nonempty(tensors):
-    return {name: t for name, t in tensors.items() if t.numel()}
-
-
-def lone_rank():
-    layers_of_ranks("a rank without tokens", torch.float64, "ep")
+@on_ranks
+def check_expert_parallel():
+    """Plain and least-loaded expert parallelism equal the serial layer: y, dX, dW to 1e-12 in fp64 for each of CASES,
+    with a capacity, and BigMac; with a hot expert by the three-way rule in fp32 and bf16 (kernels, on a GPU). Plain
+    lends nothing, least-loaded lends where an expert is hot."""
+    worst, n, hot = 0.0, dist.get_world_size(), ("a hot expert", "all tokens to one expert")
+    cases = [(case, {}) for case in CASES] + [(hot[0], dict(capacity=0.7)), (hot[0], dict(bottleneck=4))]
+    for (kind, policy), (case, options) in itertools.product(TESTED.items(), cases):
+        name = f"{kind}, {case} {options or ''}"
+        serial, mine, lent, dropped = layers_of_ranks(case, torch.float64, policy, **options)
+        worst = max(worst, parallel.compare(name, mine, serial))
+        require((dropped > 0) == ("capacity" in options), f"{name}: dropped {dropped}")
+        if kind == "EP" or case in hot and not options:
+            require(lent == (kind == "LLEP"), f"{name}: weights are lent: {lent}")
+        for dtype in (torch.float32, torch.bfloat16) if case == hot[0] and not options else ():
+            peer, got, *_ = layers_of_ranks(case, dtype, policy)
+            parallel.as_good(name, dtype, got, peer, serial)
+    parallel.must_raise("over", lambda: expert_parallel(MoE(8, 8, 2 * n + 1), mesh(dp=n).dp))
+    return worst
 
 
 def check_empty_rank():
     """A rank without tokens takes part in every exchange, forward and backward: else the others wait for it."""
+    case = "a rank without tokens", torch.float64, "ep"
     try:
-        in_ranks("lone_rank", 2, device="cpu", timeout=5, stage=globals())
+        in_ranks("layers_of_ranks", 2, *case, device="cpu", timeout=5, stage=globals())
     except OSError as error:
         raise AssertionError(f"a rank waits for one without tokens: {error}") from None
 
 
 @on_ranks
 def check_balance():
-    """The mean over ranks of the gradients of the global-batch loss is the serial loss's gradient; that of Switch's
-    loss of each rank's tokens is another. Two micro-batches: the second sees all counts. Biases: alike everywhere."""
+    """The mean over ranks of the gradients of the global-batch loss is the serial loss's gradient; Switch's loss is a
+    mean of each rank's, and has another. Two micro-batches: the second sees all counts. Biases: alike everywhere."""
     n, me, E, D, N = dist.get_world_size(), dist.get_rank(), 6, 8, 20
     group = mesh(dp=n).dp
     torch.manual_seed(1)
-    x = torch.randn(n, N, D, dtype=torch.float64) + torch.randn(n, 1, D, dtype=torch.float64)  # ranks' texts differ
-    moe = MoE(D, 8, E, 2).double()
+    moe = MoE(D, 8, E, 2).to(here()).double()
     moe.router.data.normal_()
-    x, moe, everyone = x.to(here()), moe.to(here()), slice(None)
-
-    def routing(ranks, rows=slice(None)):
-        return route(x[ranks, rows].reshape(-1, D) @ moe.router.T, 2)
-
-    def loss(ranks, counted=everyone, rows=slice(None), seen=slice(None)):
-        return balance_loss(routing(ranks, rows).scores, counts_of(routing(counted, seen).experts, E))
-
-    def gradient(loss):
-        return torch.autograd.grad(loss, moe.router)[0]
-
-    want, found = gradient(loss(everyone)), {}
-    for kind in ("global", "micro"):
-        balance = Balance(moe, kind, group, coefficient=0.5, z=0.0)
+    x = (torch.randn(n, N, D) + torch.randn(n, 1, D)).double().to(here())  # ranks' texts differ
+    routing = route((x @ moe.router.T).flatten(0, 1), 2)
+    logits, scores, experts = (t.view(n, N, -1) for t in routing[:3])  # by rank
+    loads = counts_of(routing.experts, E)
+    micro, found, want = balance_loss(scores, counts_of(experts, E)) / n, {}, {}
+    for kind, loss in ("micro", micro), ("global", balance_loss(routing.scores, loads)):
         moe(x[me])
-        found[kind] = 2 * parallel.all_reduce(gradient(balance.loss()), group) / n
-    worst = parallel.compare("balance", dict(router=found["global"]), dict(router=want))
-    apart = (found["micro"] - want).norm() / want.norm()
+        part = Balance(moe, kind, group, coefficient=0.5, z=0.0).loss()
+        found[kind] = parallel.all_reduce(torch.autograd.grad(part, moe.router)[0], group) / n
+        want[kind] = torch.autograd.grad(0.5 * loss, moe.router, retain_graph=True)[0]
+    worst = parallel.compare("balance", found, want)
+    apart = (want["micro"] - want["global"]).norm() / want["global"].norm()
     require(apart > 0.05, f"Switch's loss of each rank differs by {apart:.2f} only: this proves nothing")
+    moe(x)
+    close(micro_loss(Balance(moe, "none", coefficient=0.5), n), 0.5 * micro)  # of the study
     balance = Balance(moe, "global", group, coefficient=1.0, z=0.0)
     for stop in (N // 2, N):
-        half = slice(stop - N // 2, stop)
-        moe(x[me, half])
-        torch.testing.assert_close(balance.loss(), loss(me, rows=half, seen=slice(stop)))
-    torch.testing.assert_close(balance.step(), max_violation(counts_of(routing(everyone).experts, E)[None]))
+        rows = slice(stop - N // 2, stop)
+        moe(x[me, rows])
+        close(balance.loss(), balance_loss(scores[me, rows], counts_of(experts[:, :stop].flatten(0, 1), E)))
+    close(balance.step(), max_violation(loads[None]))
     moe(x[me])  # another step counts anew
-    torch.testing.assert_close(balance.loss(), loss(me))
+    close(balance.loss(), balance_loss(scores[me], loads))
     balance = Balance(moe, "bias", group, z=0.25, rate=0.5)
-    moe(x[me])
-    torch.testing.assert_close(balance.loss(), 0.25 * z_loss(routing(me).logits))
-    balance.step()
-    loads = counts_of(routing(everyone).experts, E).double()
-    torch.testing.assert_close(moe.bias, 0.5 * (loads.mean() - loads).sign())
+    for move in (False, True):
+        moe(x[me])
+        close(balance.loss(), 0.25 * z_loss(logits[me]))
+        balance.step(move)
+        close(moe.bias, 0.5 * move * (loads.double().mean() - loads).sign())
     return worst
-
-
-def hot_loads(E, share, hot, total=10**6):
-    """(E,) rows when `hot` experts, the first ones, get `share` of all, evenly, and the others the rest."""
-    loads = np.full(E, round((1 - share) * total / (E - hot)))
-    loads[:hot] = round(share * total / hot)
-    return loads
 
 
 # 128 experts on 8 GPUs, one of them hot: its share of the tokens, and the paper's measured speed-up of the layer.
@@ -1558,43 +1539,46 @@ BY_HAND = [
 ]
 
 
-def load_ratio(loads, n, **options):
+def hot_loads(E, share, hot, total=10**6):
+    """(E,) rows when `hot` experts, the first ones, get `share` of all, evenly, and the others the rest."""
+    loads = np.full(E, round((1 - share) * total / (E - hot)))
+    loads[:hot] = round(share * total / hot)
+    return loads
+
+
+def load_ratio(loads, n):
     """Largest load of a rank by plain expert parallelism over that by least_loaded."""
-    return at_home(loads, n).sum(1).max() / least_loaded(loads, n, **options).sum(1).max()
+    return at_home(loads, n).sum(1).max() / least_loaded(loads, n).sum(1).max()
 
 
 def check_least_loaded(seeds=60):
-    """Three plans by hand. Over random loads: every row is computed once; never a larger load than plain EP's; nothing
-    moves when balanced; where chunks may be small, no load is above the mean, and no rank lends that is within it. The
-    table of who sends what adds up, and sends no row away that its rank could compute. The ratios of loads for one hot
-    expert."""
+    """Three plans by hand; the ratios of loads for one hot expert; and over random loads what holds of any plan, and of
+    the table of who sends what."""
     for loads, n, least, want in BY_HAND:
         parallel.expect(f"plan of {loads}", least_loaded(np.array(loads), n, least).tolist(), want)
-    for seed in range(seeds):
+    ratios = [load_ratio(hot_loads(128, share, 1), 8) for share in PUBLISHED]
+    require(np.allclose(ratios, (3.06, 4.47, 6.59, 7.65), atol=0.01), f"one hot expert of 128 on 8 GPUs: {ratios}")
+    for seed, least in itertools.product(range(seeds), (1, 64, 1024)):
         generator = np.random.default_rng(seed)
         n = int(generator.choice([2, 4, 8]))
         E = n * int(generator.integers(1, 9))
         chances = generator.dirichlet(np.full(E, 10 ** generator.uniform(-1.5, 1.5)))
         counts = np.stack([generator.multinomial(generator.integers(0, 5000), chances) for _ in range(n)])
         loads = counts.sum(0)
-        plain, mean = at_home(loads, n), loads.sum() / n
-        for least in (1, 64, 1024):
-            plan, highest = least_loaded(loads, n, least=least), plain.sum(1).max()
-            top, acts, what = plan.sum(1).max(), highest >= 1.3 * mean, f"seed {seed}, least {least}:"
-            require((plan.sum(0) == loads).all() and (plan >= 0).all(), f"{what} rows are lost, or done twice")
-            require(top <= highest, f"{what} a load of {top}, plain EP's is {highest}")
-            require(acts or (plan == plain).all(), f"{what} weights move although loads are even")
-            if acts and least == 1:
-                lending = ((plain > plan).any(1) & (plain.sum(1) <= math.ceil(mean))).any()
-                require(top <= math.ceil(mean), f"{what} a load of {top}, the mean is {mean}")
-                require(not lending, f"{what} a rank lends that has not too much")
-            rows = table(counts, plan)
-            require((rows.sum(1) == counts).all() and (rows.sum(0) == plan).all() and (rows >= 0).all(),
-                    f"{what} the table does not add up")
-            diagonal = rows[np.arange(n), np.arange(n)]
-            require((diagonal == np.minimum(counts, plan)).all(), f"{what} rows travel that need not")
-    ratios = [load_ratio(hot_loads(128, share, 1), 8) for share in PUBLISHED]
-    require(np.allclose(ratios, (3.06, 4.47, 6.59, 7.65), atol=0.01), f"one hot expert of 128 on 8 GPUs: {ratios}")
+        plain, plan, mean = at_home(loads, n), least_loaded(loads, n, least), loads.sum() / n
+        rows, before, after, limit = table(counts, plan), plain.sum(1), plan.sum(1), math.ceil(mean)
+        acts, lending = before.max() >= 1.3 * mean, (plain > plan).any(1)
+        small = acts and least == 1  # chunks of any size, so that loads can be even
+        for rule, holds in {
+            "every row is computed once": (plan.sum(0) == loads).all() and (plan >= 0).all(),
+            "no load is larger than plain EP's": after.max() <= before.max(),
+            "nothing moves if loads are even": acts or (plan == plain).all(),
+            "no load is above the mean": not small or after.max() <= limit,
+            "only who has too much lends": not small or not (lending & (before <= limit)).any(),
+            "the table adds up": (rows.sum(1) == counts).all() and (rows.sum(0) == plan).all() and (rows >= 0).all(),
+            "no row travels that need not": (rows.diagonal().T == np.minimum(counts, plan)).all(),
+        }.items():
+            require(holds, f"seed {seed}, {n} ranks, {E} experts, least {least}: not so: {rule}")
 
 
 SGD = forging.SGD(momentum=0.9)
@@ -1604,12 +1588,12 @@ def train_experts(policy, way, layout="fp32", dtype=torch.float32, steps=3, D=8,
     """{name: this rank's experts' weights after some steps on all ranks' tokens; dx: the last step's gradient of its
     tokens}. policy None: on one process. way: "torch" (SGD), or forged: "armed", "stash", or "after" backward, from
     gradients."""
-    n, me, lent, E = dist.get_world_size(), dist.get_rank(), 0, 8
+    n, me, lent = dist.get_world_size(), dist.get_rank(), False
     torch.manual_seed(0)
-    moe = randomise(MoE(D, hidden, E, 2)).to(here(), dtype)
+    moe = random_layer(dtype, D, hidden, 8, 2)
     moe.bias[0] = 0.15  # a hot expert
-    x, dy = (as_in_bf16(torch.randn(steps, n, 14, D)).to(here(), dtype) for _ in range(2))
     moe.router.requires_grad_(False)  # of this rank's tokens alone
+    x, dy = (as_in_bf16(steps, n, 14, D).to(here(), dtype) for _ in range(2))
     origins = expert_parallel(moe, mesh(dp=n).dp, policy) if policy else {}
     weights, mine = dict(up=moe.up.weight, down=moe.down.weight), me if policy else slice(None)
     if way == "torch":
@@ -1627,12 +1611,12 @@ def train_experts(policy, way, layout="fp32", dtype=torch.float32, steps=3, D=8,
             optimizer.zero_grad()
         elif way != "armed":
             handle.release(0.1, t) if way == "stash" else handle.step_gradients(0.1, t)
-        lent += policy is not None and lends(moe)
-    require(bool(lent) == (policy is LLEP), f"weights were lent in {lent} steps")
+        lent |= policy is not None and lends(moe)
+    require(lent == (policy is LLEP), f"weights were lent: {lent}")
     if layout == "master":
         weights = {name: handle[f"{name}.weight"].tensors["master"] for name in weights}
-    part = (lambda t: t) if policy else lambda t: t.chunk(n)[me]
-    return {name: part(t.detach()) for name, t in (weights | dict(dx=inputs.grad)).items()}
+    found = {name: t.detach() for name, t in (weights | dict(dx=inputs.grad)).items()}
+    return found if policy else {name: t.chunk(n)[me] for name, t in found.items()}
 
 
 @on_ranks
@@ -1643,41 +1627,36 @@ def check_forged_experts():
     by any rung, and Muon, several matrices at a time and one, step as from whole gradients."""
     fp64, f32 = torch.float64, torch.float32
     exact, peer = (train_experts(None, "torch", dtype=dtype) for dtype in (fp64, f32))
-    masters = train_experts(None, "armed", "master")
-    for policy, way in itertools.product(("ep", LLEP), ("armed", "stash")):
-        name = f"forged experts, {'EP' if policy == 'ep' else 'LLEP'}, {way}"
+    masters, whole = train_experts(None, "armed", "master"), train_experts(None, "after", rule=forging.Muon())
+    for (kind, policy), way in itertools.product(TESTED.items(), ("armed", "stash")):
+        name = f"forged experts, {kind}, {way}"
         parallel.as_good(name, f32, train_experts(policy, way), peer, exact)
         parallel.as_good(f"{name}, masters", f32, train_experts(policy, way, "master"), masters, exact)
-    for rung, backend in forging.rungs(here()):
-        found = train_experts("ep", "armed", rung=rung, backend=backend)
-        parallel.as_good(f"forged experts, {rung}, {backend}", f32, found, peer, exact)
-    wide = dict(D=128, hidden=320)  # larger than a slab of 128 x 256
-    exact, peer = (train_experts(None, "torch", dtype=dtype, **wide) for dtype in (fp64, f32))
-    found = train_experts("ep", "armed", rung="slab", slab=4 * 128 * 256, **wide)
-    parallel.as_good("forged experts, several slabs each", f32, found, peer, exact)
-    wide |= dict(rule=forging.AdamMini(weight_decay=0.1), steps=1)
-    want = train_experts("ep", "after", **wide)
-    for rung, backend in forging.rungs(here()):
-        found = train_experts("ep", "armed", **wide, rung=rung, backend=backend, slab=4 * 128 * 256)
-        parallel.compare(f"Adam-mini of experts, {rung}, {backend}", found, want, 1e-5)
-    want = train_experts(None, "after", rule=forging.Muon())
-    for policy, matrices_ in itertools.product(("ep", LLEP), (1, 3)):
+    for (kind, policy), matrices_ in itertools.product(TESTED.items(), (1, 3)):
         found = train_experts(policy, "armed", rule=forging.Muon(), slab=4 * 12 * 8 * matrices_)
-        close = 2e-2 if here().type == "cuda" else 1e-4  # there in bf16
-        parallel.compare(f"Muon of experts, {matrices_} at a time", found, want, close)
+        tolerance = 2e-2 if here().type == "cuda" else 1e-4  # there in bf16
+        parallel.compare(f"Muon of experts, {kind}, {matrices_} at a time", found, whole, tolerance)
+    wide = dict(D=128, hidden=320, slab=4 * 128 * 256)  # an expert is larger than a slab
+    mini = dict(rule=forging.AdamMini(weight_decay=0.1), steps=1, **wide)
+    whole = train_experts("ep", "after", **mini)
+    for rung, backend in forging.rungs(here()):
+        name, how = f"experts, {rung}, {backend}", dict(rung=rung, backend=backend)
+        parallel.as_good(f"forged {name}", f32, train_experts("ep", "armed", **how), peer, exact)
+        parallel.compare(f"Adam-mini of {name}", train_experts("ep", "armed", **mini, **how), whole, 1e-5)
+    exact, peer = (train_experts(None, "torch", dtype=dtype, **wide) for dtype in (fp64, f32))
+    found = train_experts("ep", "armed", rung="slab", **wide)
+    parallel.as_good("forged experts, several slabs each", f32, found, peer, exact)
 
 
 def check_recompute():
     """Recomputed layers: the same gradients, and every token counted once."""
     found = []
     for again in (False, True):
-        torch.manual_seed(0)
-        model = with_experts(parallel.tiny(1), hidden=16, experts=4, top_k=2).double()
-        tokens, targets = parallel.tiny_tokens(model)
+        model = with_experts(parallel.tiny(1), hidden=16, experts=4, top_k=2)
         if again:
             parallel.recompute(model)
         balance = Balance(model)
-        loss = parallel.serial_loss(model, tokens, targets) + balance.loss()
+        loss = parallel.serial_loss(model, *parallel.tiny_tokens(model)) + balance.loss()
         loss.backward()
         parallel.expect("routings left by backward", [layer.routing for layer in balance.layers], [None] * 2)
         found.append(parallel.gradients(model))
@@ -1687,110 +1666,66 @@ def check_recompute():
 @on_ranks
 def check_folding():
     """Lists of ranks by hand; then a GPT whose attention is cut by tensor, sequence (and, from 4 ranks on, context)
-    parallelism while its experts are spread over all of these ranks: gradients equal the serial model's."""
-    groups = fold(tp=2, cp=2, dp=2, ep=4)
-    parallel.expect("tp", groups["tp"], [[0, 1], [2, 3], [4, 5], [6, 7]])
-    parallel.expect("cp", groups["cp"], [[0, 2], [1, 3], [4, 6], [5, 7]])
-    parallel.expect("ep", groups["ep"], [[0, 1, 2, 3], [4, 5, 6, 7]])
-    parallel.expect("edp", groups["edp"], [[0, 4], [1, 5], [2, 6], [3, 7]])
+    parallelism while its experts are spread over all of these ranks: gradients equal the serial model's. From 4 ranks
+    on also a layer whose experts have two copies, each spread over half of the ranks."""
+    parallel.expect("groups", fold(tp=2, cp=2, dp=2, ep=4), dict(
+        tp=[[0, 1], [2, 3], [4, 5], [6, 7]], cp=[[0, 2], [1, 3], [4, 6], [5, 7]], dp=[[0, 4], [1, 5], [2, 6], [3, 7]],
+        pp=[[rank] for rank in range(8)], ep=[[0, 1, 2, 3], [4, 5, 6, 7]], edp=[[0, 4], [1, 5], [2, 6], [3, 7]]))
     parallel.expect("a stage's copies", fold(tp=2, dp=2, ep=2, pp=2)["edp"], [[0, 2], [1, 3], [4, 6], [5, 7]])
-    parallel.must_raise("no multiple", lambda: fold(tp=2, dp=3, ep=4))
-    parallel.must_raise("use 1 or more", lambda: fold(ep=0))
     n = dist.get_world_size()
     cp = 2 if n % 4 == 0 else 1
-    want = with_experts(parallel.tiny(n), hidden=16, experts=2 * n, top_k=2)
-    tokens, targets = parallel.tiny_tokens(want, 1)
-    model = copy.deepcopy(want)
-    parallel.serial_loss(want, tokens, targets).backward()
     attention, experts = mesh(tp=n // cp, cp=cp), folded_groups(tp=n // cp, cp=cp, ep=n)["ep"]
+    whole = with_experts(parallel.tiny(n), hidden=16, experts=2 * n, top_k=2)
+    model, (tokens, targets) = copy.deepcopy(whole), parallel.tiny_tokens(whole, 1)
+    parallel.serial_loss(whole, tokens, targets).backward()
     parallel.tensor_parallel(model, attention.tp, sequence=True)
     if cp > 1:
         parallel.context_parallel(model, attention.cp)
     expert_parallel(model, experts)
-    part = functools.partial(parallel.split_sequence, group=attention.cp)
+    tokens, targets = (parallel.split_sequence(x, attention.cp) for x in (tokens, targets))
     loss = parallel.vocab_parallel_cross_entropy(
-        model(part(tokens)), model.classifier, part(targets), attention.tp, model.config.vocab, sequence=True,
-        reduction="sum")
-    (loss / parallel.global_count(part(targets) != -100, attention.cp)).backward()
-    found = {}
-    for name, p in model.named_parameters():
-        expert = ".moe.up." in name or ".moe.down." in name
-        gradient = parallel.all_reduce(p.grad, None if expert else experts if "router" in name else attention.cp)
-        pieces, over = [gradient], experts if expert else attention.tp
-        if hasattr(p, "cut"):
-            pieces = [None] * size(over)
-            dist.all_gather_object(pieces, gradient.cpu(), group=over)
-        found[name] = torch.cat(pieces, getattr(p, "cut", 0)).to(here())
-    worst = parallel.compare("folded", found, parallel.gradients(want))
-    return max(worst, copies_of_experts(n)) if n % 4 == 0 else worst
-
-
-def copies_of_experts(n):
-    """Two copies of the experts, each spread over half of the n ranks: their gradients, summed over edp, are the serial
-    layer's. The error."""
-    groups, serial, worst = folded_groups(dp=n, ep=n // 2), MoE(8, 12, 2 * n, 2).to(here()).double(), 0.0
-    moe = copy.deepcopy(serial)
-    expert_parallel(moe, groups["ep"])
-    torch.manual_seed(1)
-    x, dy = torch.randn(2, n, 9, 8, dtype=torch.float64).to(here())
-    for layer, part in ((serial, slice(None)), (moe, dist.get_rank())):
-        layer(x[part]).backward(dy[part])
-    for name in ("up", "down"):
-        gradient = parallel.all_reduce(getattr(moe, name).weight.grad, groups["edp"])
-        mine = getattr(serial, name).weight.grad.chunk(n // 2)[rank_in(groups["ep"])]
-        worst = max(worst, parallel.compare("copies of experts", dict(w=gradient), dict(w=mine)))
+        model(tokens), model.classifier, targets, attention.tp, model.config.vocab, sequence=True, reduction="sum")
+    (loss / parallel.global_count(targets != -100, attention.cp)).backward()
+    groups = {"moe.up": None, "moe.down": None, "moe.router": experts, "": attention.cp}
+    want, found = gradients_of_ranks(model, whole, groups)
+    worst = parallel.compare("folded", found, want)
+    if cp > 1:
+        want, found, *_ = layers_of_ranks("uniform", torch.float64, "ep", folded_groups(dp=n, ep=n // 2))
+        worst = max(worst, parallel.compare("copies of experts", found, want))
     return worst
 
 
-def _always_normalised(logits, top_k, bias=None, route=route):
-    """With one expert a token the weight is 1, and the router learns nothing."""
-    routing = route(logits, top_k, bias)
-    return routing._replace(weights=routing.weights / routing.weights.sum(1, keepdim=True))
-
-
-class _KeptGradients(Loans):
-    def give_back(self, dY, X, dtype):
-        """A borrower sends zeros."""
-        return super().give_back(torch.zeros_like(dY), X, dtype)
-
-
-class _LeavesEarly(ExpertParallel):
-    def __call__(self, x, choice, begin, experts, moe):
-        """No tokens, nothing to do."""
-        return super().__call__(x, choice, begin, experts, moe) if len(x) else (x, choice, experts)
-
-
-class _StepAtOnce(Gradient):
+def _step_at_once(*arguments, gradient=Gradient):
     """The step is taken as soon as there is a gradient: what comes after it in backward reads the new weights."""
-
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        self.found = super().finish()
-
-    def finish(self):
-        return self.found
-
-
-class _NoTail(Rows):
-    def tiles(self, R, block):
-        """A tile stores all of its rows, also the next expert's."""
-        tiles = super().tiles(R, block)
-        return tiles._replace(stop=torch.full_like(tiles.stop, R))
+    made = gradient(*arguments)
+    found = made.finish()
+    made.finish = lambda: found
+    return made
 
 
 # name: (the check that must catch it, what is replaced, the bug). committed, global_counts and recording are functions
-# so that a bug can take their place.
+# so that a bug can take their place. A default argument keeps the original.
 BREAKS = {
-    "always-normalised": (check_routing, "route", _always_normalised),
-    "unweighted": (check_layer, "gather_rows", lambda source, index, weights=None, gather=gather_rows:
-                   gather(source, index)),
+    # With one expert a token the weight is 1, and the router learns nothing.
+    "always-normalised": (check_routing, "Routing", lambda logits, scores, experts, weights, routing=Routing: routing(
+        logits, scores, experts, weights / weights.sum(1, keepdim=True))),
+    "unweighted": (check_layer, "gather_rows", lambda source, index, weights=None, gather=gather_rows: gather(
+        source, index)),
     "ignore-pending": (check_least_loaded, "committed", lambda assigned, pending: assigned),
     "counted-twice": (check_recompute, "recording", torch.is_grad_enabled),
-    "leaves-early": (check_empty_rank, "ExpertParallel", _LeavesEarly),
+    # No tokens, nothing to do.
+    "leaves-early": (check_empty_rank, "ExpertParallel", parallel.changed(
+        ExpertParallel, __call__=lambda it, x, choice, begin, experts, moe, call=ExpertParallel.__call__: (
+            call(it, x, choice, begin, experts, moe) if len(x) else (x, choice, experts)))),
     "local-f": (check_balance, "global_counts", lambda counts, group: counts),
-    "kept-gradients": (check_expert_parallel, "Loans", _KeptGradients),
-    "new-weight": (check_forged_experts, "Gradient", _StepAtOnce),
-} | ({"no-tail": (check_products, "Rows", _NoTail)} if HAS_TRITON else {})
+    # A borrower sends zeros.
+    "kept-gradients": (check_expert_parallel, "Loans", parallel.changed(
+        Loans, give_back=lambda it, dY, X, dtype, give=Loans.give_back: give(it, torch.zeros_like(dY), X, dtype))),
+    "new-weight": (check_forged_experts, "Gradient", _step_at_once),
+}
+if HAS_TRITON:  # a tile stores all of its rows, also the next expert's
+    BREAKS["no-tail"] = check_products, "Tiles", lambda expert, row, stop, count, tiles=Tiles: tiles(
+        expert, row, torch.full_like(stop, stop.max().item()), count)
 CHECKS = [check_expert_parallel, check_balance, check_forged_experts, check_folding]  # on ranks
 BY_ONE = [check_routing, check_layer, check_least_loaded, check_recompute, check_empty_rank]
 BY_ONE += [check_products] * HAS_TRITON
