@@ -1736,54 +1736,41 @@ BY_ONE += [check_products] * HAS_TRITON
 # What is predicted: bytes, to the byte; and that least-loaded experts bring what the loads promise, the time of plain
 # ones over the ratio of loads (largest over mean), at best: that ratio would also make the exchanges shorter, and the
 # reading of weights that have hardly any rows, which it does not.
+#
+# Routings are made up here: every expert equally often, or a share of all choices for a few hot experts, which are
+# drawn one by one, so that a token may have one twice. Loads count here, and not which token goes where.
 
 
-def routing_of(experts, E):
-    """A Routing to these experts (N, K), all of equal weight."""
-    return Routing(None, None, experts, torch.full(experts.shape, 1 / experts.shape[1], device=experts.device))
+def made_up_routing(N, K, E, share=None, hot=0):
+    """A Routing of N tokens, all weights equal. share: of the choices for the first `hot` experts; None: even."""
+    experts = torch.arange(N * K, device=here()) % E
+    if share is not None:
+        chances = torch.tensor(hot_loads(E, share, hot), dtype=torch.float32, device=here())
+        experts = chances.multinomial(N * K, replacement=True)
+    return Routing(None, None, experts.view(N, K), torch.full((N, K), 1 / K, device=here()))
 
 
-def even_choice(N, K, E):
-    """(N, K): every expert equally often."""
-    return torch.arange(N * K, device=here()).view(N, K) % E
-
-
-def hot_choice(N, K, E, share, hot, seed):
-    """(N, K) random, `share` of it among the first `hot` experts, evenly; the rest among all others. Drawn one by one:
-    loads, not a routing."""
-    generator = torch.Generator(here()).manual_seed(seed)
-    random = lambda low, high: torch.randint(low, high, (N, K), generator=generator, device=here())  # noqa: E731
-    is_hot = torch.rand(N, K, generator=generator, device=here()) < share
-    return torch.where(is_hot, random(0, hot), random(hot, E))
-
-
-def measure_bytes(N=64, K=2, D=32, H=48, d=8):
-    """What a rank sends in a step: rows forward and back, and their gradients; less of them through a bottleneck; lent
-    matrices and their gradients."""
-    n, rows, width = dist.get_world_size(), [], 4
-    group, E = mesh(dp=n).dp, 4 * n
-    even, one = even_choice(N, K, E), torch.zeros(N, 1, dtype=torch.int64, device=here())
-    lent, loans, tokens = n - 1, ["weights", "gradients"], ["all-to-all"]  # expert 0 goes to all others
-    cases = [
-        ("EP: rows sent", "4 N K D b (n-1)/n", "ep", {}, even, 2 * exchange_bytes(N, K, D, n, width), tokens),
-        (f"  at BigMac's width D / {D // d}", "d / D of that", "ep", dict(bottleneck=d), even,
-         2 * exchange_bytes(N, K, d, n, width), tokens),
-        ("EP, all to one: rows sent", "4 N D b of n - 1 ranks", "ep", {}, one, 4 * lent * N * D * width, tokens),
-        ("LLEP, all to one: rows sent", "none: they stay", LLEP, {}, one, 0, tokens),
-        ("  matrices and gradients", "4 D H b a loan", LLEP, {}, one, 4 * D * H * width * lent, loans)]
-    for claim, formula, policy, options, experts, predicted, kinds in cases:
-        torch.manual_seed(0)
-        moe = MoE(D, H, E, experts.shape[1], **options).to(here())
+def measure_bytes(N=64, D=32, H=48, d=8, b=4):
+    """What is sent in a step, rows, matrices and their gradients: by a rank, if loads are even; by all of them, if all
+    tokens choose expert 0. Then plain experts send all tokens but one rank's, least-loaded ones that expert alone."""
+    n, rows = dist.get_world_size(), []
+    group, E, others = mesh(dp=n).dp, 4 * n, n - 1
+    for claim, formula, policy, to_one, options, predicted in (
+        ("EP: rows sent", "4 N K D b (n-1)/n", "ep", None, {}, 2 * exchange_bytes(N, 2, D, n, b)),
+        (f"  at BigMac's width D / {D // d}", "d / D of that", "ep", None, dict(bottleneck=d),
+         2 * exchange_bytes(N, 2, d, n, b)),
+        ("EP, all to one: rows sent", "4 N D b of n - 1 ranks", "ep", 1.0, {}, 4 * N * D * b * others),
+        ("  matrices and gradients", "4 D H b a loan", LLEP, 1.0, {}, 4 * D * H * b * others),
+    ):
+        K = 1 if to_one else 2
+        moe = MoE(D, H, E, K, **options).to(here())
         expert_parallel(moe, group, policy)
-        x = torch.randn(N, D, device=here(), requires_grad=True)
+        x = torch.ones(N, D, device=here(), requires_grad=True)
         sent.clear()
-        moe.mix(x, routing_of(experts, E)).sum().backward()
-        mine = torch.tensor(sum(sent[kind] for kind in kinds), device=here())
-        total = parallel.all_reduce(mine, group).item()
-        whole = total if "to one" in claim or "gradients" in claim else total // n
-        require(predicted or not whole, f"{claim}: {whole} bytes")  # the ledger has no ratio to 0
-        if predicted:
-            rows.append(Row(claim, formula, predicted / 1024, whole / 1024, "KiB", (1, 1)))
+        moe.mix(x, made_up_routing(N, K, E, to_one, 1)).sum().backward()
+        mine = torch.tensor(sum(sent[kind] for kind in ("all-to-all", "weights", "gradients")), device=here())
+        measured = parallel.all_reduce(mine, group).item() / (1 if to_one else n)
+        rows.append(Row(claim, formula, predicted / 1024, measured / 1024, "KiB", (1, 1)))
     return rows
 
 
@@ -1796,35 +1783,26 @@ def measure_policies(H, D=4096, E=32, N=16384, K=2):
     """Forward and backward of a layer of E experts, N tokens a rank: plain and least-loaded expert parallelism, and
     what the loads promise. (rows, lines of POLICY_TABLE)."""
     n, rows, lines = dist.get_world_size(), [], []
-    group, options = mesh(dp=n).dp, dict(device=here(), dtype=torch.bfloat16)
+    group = mesh(dp=n).dp
     torch.manual_seed(dist.get_rank())
-    x, dy = torch.randn(N, D, **options, requires_grad=True), torch.randn(N, D, **options)
     with here():  # billions of random numbers
-        moe = MoE(D, H, E, K).to(torch.bfloat16)
+        moe, x, dy = MoE(D, H, E, K).bfloat16(), torch.randn(N, D).bfloat16(), torch.randn(N, D).bfloat16()
     expert_parallel(moe, group, "llep")
-    largest = lambda x: parallel.all_reduce(  # noqa: E731
-        torch.tensor(float(x), device=here()), group, dist.ReduceOp.MAX).item()
+    leaves = x.requires_grad_(), moe.up.weight, moe.down.weight
     for share, hot in HOT:
-        experts = even_choice(N, K, E) if share is None else hot_choice(N, K, E, share, hot, dist.get_rank())
-        routing, times, peaks = routing_of(experts, E), [], []
-
-        def step(routing=routing):
-            moe.zero_grad()
-            x.grad = None
-            moe.mix(x, routing).backward(dy)
-
+        routing, times, peaks = made_up_routing(N, K, E, share, hot), [], []
+        step = lambda routing=routing: torch.autograd.grad(moe.mix(x, routing), leaves, dy)  # noqa: E731
         for policy in POLICIES.values():
             moe.exchange.policy = policy
-            times.append(largest(base.bench(step, here(), warmup=2, runs=7).median))
-            moe.zero_grad()
-            x.grad = None
-            peaks.append(largest(base.peak_bytes(step, here())))
-        plan = moe.exchange.plan
-        ratio = at_home(plan.sum(0), n).sum(1).max() / (plan.sum() / n)
+            times.append(parallel.timed(step))
+            peak = torch.tensor(base.peak_bytes(step, here()), device=here())
+            peaks.append(parallel.all_reduce(peak, group, dist.ReduceOp.MAX).item())
+        loads = moe.exchange.plan.sum(0)
+        ratio = at_home(loads, n).sum(1).max() / (loads.sum() / n)
         gain, label = times[0] / times[1], "even" if share is None else f"{share:.0%} on {hot}"
         lines.append(f"{H:>6}{label:>14}{ratio:8.2f}{times[0]:8.2f}{times[1]:10.2f}{gain:11.2f}{gain / ratio:15.0%}"
                      f"{peaks[1] / peaks[0]:14.2f}")
-        if share is None or share >= 0.8:
+        if share != 0.5:
             rows.append(Row(f"LLEP, {D} x {H}, {label}: time", "EP / ratio of loads", times[0] / ratio, times[1], "ms",
                             (0.9, 1.6)))
     return rows, lines
@@ -1838,12 +1816,34 @@ def all_checks(only=None):
 
 def everything():
     """All checks and measurements of the ranks: (where they ran, fp64 errors, rows, lines)."""
-    errors, rows, lines = all_checks(), measure_bytes(), []
-    for width in (4096, 14336) if here().type == "cuda" else ():
-        for found, more in zip((rows, lines), measure_policies(width), strict=True):
-            found += more
+    errors, rows, lines, on_gpus = all_checks(), measure_bytes(), [], here().type == "cuda"
+    for width in (4096, 14336) if on_gpus else ():
+        found, more = measure_policies(width)
+        rows, lines = rows + found, lines + more
         torch.cuda.empty_cache()
-    return "GPUs, NCCL" if here().type == "cuda" else "the CPU, gloo", errors, rows, lines
+    return "GPUs, NCCL" if on_gpus else "the CPU, gloo", errors, rows, lines
+
+
+# The products of section 4 are compared with a dense one of as many FLOPs, the most that can be hoped for, and with
+# torch's grouped_mm. Even rows should come near the former; of all the ways, what "auto" takes (a star) must never lose
+# more than a quarter to the loop.
+
+
+def products_of(R, M, C, E, loads):
+    """{way: (X W^T, dY W, dY^T X), to be called}; "one launch" has no third."""
+    x, dy, W = (torch.randn(*shape, device="cuda").bfloat16() for shape in ((R, C), (R, M), (E * M, C)))
+    begin = torch.tensor([0, *loads.cumsum().tolist()], device="cuda")
+    ends, cube, rows, on = begin[1:].int(), W.view(E, M, C), Rows(begin), functools.partial
+    both = lambda way: tuple(  # noqa: E731
+        on(experts_product, *operands, backend=way) for operands in ((x, W, rows), (dy, W, rows, True)))
+    gradient = on(experts_gradient, dy, x, rows)
+    return {
+        "dense": (on(torch.mm, x, W[:M].T), on(torch.mm, dy, W[:M]), on(torch.mm, dy.T, x)),
+        "grouped_mm": (on(F.grouped_mm, x, cube.transpose(1, 2), offs=ends), on(F.grouped_mm, dy, cube, offs=ends),
+                       on(gradient, backend="grouped")),
+        "loop": (*both("torch"), on(gradient, backend="torch")),
+        "one launch": both("triton"),
+    }
 
 
 def in_turn(ways, rounds=5, calls=4):
@@ -1852,55 +1852,35 @@ def in_turn(ways, rounds=5, calls=4):
     times = {name: [] for name in ways}
     for way in ways.values():
         way()
-    for _ in range(rounds):
-        for name, way in ways.items():
-            several = functools.partial(lambda way: [way() for _ in range(calls)], way)
-            times[name].append(base.bench(several, "cuda", warmup=0, runs=2).median / calls)
+    for _, (name, way) in itertools.product(range(rounds), ways.items()):
+        several = lambda way=way: [way() for _ in range(calls)]  # noqa: E731
+        times[name].append(base.bench(several, "cuda", warmup=0, runs=2).median / calls)
     return {name: statistics.median(found) for name, found in times.items()}
 
 
 def measure_products(ledger):
     """TFLOP/s of the products over all experts: one launch, the loop, torch's grouped_mm, and one dense product of as
-    many FLOPs; on the way forward, for dX and for dW. A star: what "auto" takes."""
-    device, on, share_of_dense, over_loop = torch.device("cuda"), functools.partial, [], []
+    many FLOPs; on the way forward, for dX and for dW."""
+    share_of_dense, over_loop, line = [], [], "{:>6}{:>6}{:>6}{:>5}  {:<10}{:>13}{:>15}{:>15}{:>13}{:>17}"
     print("\nTFLOP/s of R rows over E experts (M, C), bf16; X W^T, dY W, dY^T X; share: of dense, what is taken (*)")
-    print(f"{'R':>6}{'M':>6}{'C':>6}{'E':>5}  {'rows':<10}{'dense':>13}{'grouped_mm':>15}{'loop':>15}{'one launch':>13}"
-          f"{'share':>17}")
+    print(line.format("R", "M", "C", "E", "rows", "dense", "grouped_mm", "loop", "one launch", "share"))
     shapes = [(65536, 1536, 768, 8), (32768, 4096, 4096, 8), (32768, 4096, 4096, 32), (32768, 4096, 4096, 128)]
     for (R, M, C, E), kind in itertools.product(shapes, ("even", "80 % hot")):
         torch.manual_seed(0)
-        x, dy, W = (torch.randn(*s, device=device, dtype=torch.bfloat16) for s in ((R, C), (R, M), (E * M, C)))
-        loads = even_loads(E, R) if kind == "even" else hot_loads(E, 0.8, 1, R)
-        begin = torch.tensor([0, *loads.cumsum().tolist()], device=device)
-        ends, cube, rows = begin[1:].int(), W.view(E, M, C), Rows(begin)
-        ways = {
-            "dense": (on(torch.mm, x, W[:M].T), on(torch.mm, dy, W[:M]), on(torch.mm, dy.T, x)),
-            "grouped_mm": (on(F.grouped_mm, x, cube.transpose(1, 2), offs=ends),
-                           on(F.grouped_mm, dy, cube, offs=ends), on(experts_gradient, dy, x, rows, backend="grouped")),
-            "loop": (on(experts_product, x, W, rows, backend="torch"),
-                     on(experts_product, dy, W, rows, True, backend="torch"),
-                     on(experts_gradient, dy, x, rows, backend="torch")),
-            "one launch": (on(experts_product, x, W, rows, backend="triton"),
-                           on(experts_product, dy, W, rows, True, backend="triton")),
-        }
+        ways, flops = products_of(R, M, C, E, hot_loads(E, 1 / E if kind == "even" else 0.8, 1, R)), 2 * R * M * C
         times = [in_turn({name: three[i] for name, three in ways.items() if i < len(three)}) for i in range(3)]
-        flops = 2 * R * M * C
         chosen = ["loop" if flops >= LOOP_FROM * E else "one launch"] * 2
         chosen.append("loop" if flops >= GRADIENT_LOOP_FROM * E else "grouped_mm")
-        cells = {name: " ".join(f"{flops / 1e9 / t[name]:.0f}{'*' * (name == choice)}"
-                                for t, choice in zip(times, chosen, strict=True) if name in t) for name in ways}
-        over = [t["dense"] / t[choice] for t, choice in zip(times, chosen, strict=True)]
-        print(f"{R:>6}{M:>6}{C:>6}{E:>5}  {kind:<10}{cells['dense']:>13}{cells['grouped_mm']:>15}{cells['loop']:>15}"
-              f"{cells['one launch']:>13}{' '.join(f'{share:.0%}' for share in over):>17}")
-        over_loop += [t[choice] / t["loop"] for t, choice in zip(times, chosen, strict=True)]
-        share_of_dense += over[:2] if kind == "even" else []
+        taken = list(zip(times, chosen, strict=True))
+        cells = [" ".join(f"{flops / 1e9 / t[name]:.0f}{'*' * (name == choice)}" for t, choice in taken if name in t)
+                 for name in ways]
+        of_dense = [t["dense"] / t[choice] for t, choice in taken]
+        print(line.format(R, M, C, E, kind, *cells, " ".join(f"{share:.0%}" for share in of_dense)))
+        over_loop += [t[choice] / t["loop"] for t, choice in taken]
+        share_of_dense += of_dense[:2] if kind == "even" else []
     print()
     ledger.row("even rows, X W^T, dY W: time", "one dense product", 1.0, 1 / min(share_of_dense), "", (0.8, 1.34))
     ledger.row("all rows, worst product: time", "the loop", 1.0, max(over_loop), "", (0, 1.25))
-
-
-def even_loads(E, R):
-    return np.array([stop - start for start, stop in shares(R, E)])
 
 
 FINE, SMALL = dict(hidden=64, experts=8), dict(bottleneck=16, hidden=248, experts=8)  # of as many parameters
@@ -1913,15 +1893,15 @@ def print_study(ledger, device, names, seeds, steps):
     """Loss and specialisation by kind of balance, and BigMac's layer beside one of as many parameters."""
     print(f"\nstudy: 8 experts, top 2, 2 layers, {steps} steps of 4 x 4 windows, seeds {', '.join(map(str, seeds))}; "
           f"text: {', '.join(DOMAINS)}")
-    print(f"{'balance':<26}{'nats a byte':>18}{'bits of domain':>18}{'MaxVio':>8}{'parameters':>12}")
-    bits = {}
+    bits, line = {}, "{:<26}{:>18}{:>18}{:>8}{:>12}"
+    print(line.format("balance", "nats a byte", "bits of domain", "MaxVio", "parameters"))
     for name in names:
         kind, options = STUDY[name]
-        runs = [train_on_domains(kind, seed, steps, device, **options) for seed in seeds]
-        cell = lambda values: f"{statistics.mean(values):.3f} +- {statistics.pstdev(values):.3f}"  # noqa: E731
-        print(f"{name:<26}{cell([r.loss for r in runs]):>18}{cell([r.bits for r in runs]):>18}"
-              f"{statistics.mean(r.violation for r in runs):>8.2f}{runs[0].parameters:>12,}")
-        bits[name] = statistics.mean(run.bits for run in runs)
+        losses, found, uneven, parameters = zip(
+            *(train_on_domains(kind, seed, steps, device, **options) for seed in seeds), strict=True)
+        cells = (f"{statistics.mean(values):.3f} +- {statistics.pstdev(values):.3f}" for values in (losses, found))
+        print(line.format(name, *cells, f"{statistics.mean(uneven):.2f}", f"{parameters[0]:,}"))
+        bits[name] = statistics.mean(found)
     ledger.row("bits of domain: global batch", "3 x micro-batch's", 3 * bits["micro-batch, one domain"],
                bits["global batch"], "", (1, math.inf))
 
