@@ -1425,9 +1425,9 @@ def gradients_of_ranks(model, whole, groups):
     want, got = {}, {}
     for name, p in model.named_parameters():
         over = next(group for word, group in groups.items() if word in name)
-        begin = getattr(p, "origin", [0] * p.dim())
-        part = tuple(slice(first, first + length) for first, length in zip(begin, p.shape, strict=True))
-        want[name], got[name] = whole.get_parameter(name).grad[part], parallel.all_reduce(p.grad, over)
+        got[name], want[name] = parallel.all_reduce(p.grad, over), whole.get_parameter(name).grad
+        if hasattr(p, "cut"):
+            want[name] = want[name].narrow(p.cut, p.origin[p.cut], p.shape[p.cut])
     return want, got
 
 
@@ -1670,7 +1670,7 @@ def check_recompute():
 def check_folding():
     """Lists of ranks by hand; then a GPT whose attention is cut by tensor, sequence (and, from 4 ranks on, context)
     parallelism while its experts are spread over all of these ranks: gradients equal the serial model's. From 4 ranks
-    on also a layer whose experts have two copies, each spread over half of the ranks."""
+    on also a layer whose experts have two copies, each spread over half of the ranks, and lent there."""
     parallel.expect("groups", fold(tp=2, cp=2, dp=2, ep=4), dict(
         tp=[[0, 1], [2, 3], [4, 5], [6, 7]], cp=[[0, 2], [1, 3], [4, 6], [5, 7]], dp=[[0, 4], [1, 5], [2, 6], [3, 7]],
         pp=[[rank] for rank in range(8)], ep=[[0, 1, 2, 3], [4, 5, 6, 7]], edp=[[0, 4], [1, 5], [2, 6], [3, 7]]))
@@ -1693,7 +1693,7 @@ def check_folding():
     want, found = gradients_of_ranks(model, whole, groups)
     worst = parallel.compare("folded", found, want)
     if cp > 1:
-        want, found, *_ = layers_of_ranks("uniform", torch.float64, "ep", folded_groups(dp=n, ep=n // 2))
+        want, found, *_ = layers_of_ranks("a hot expert", torch.float64, LLEP, folded_groups(dp=n, ep=n // 2))
         worst = max(worst, parallel.compare("copies of experts", found, want))
     return worst
 
@@ -1935,8 +1935,8 @@ def body(device, ledger, args):
         ledger.row(*row)
     if device.type == "cuda":
         measure_products(ledger)
-    print(f"{args.ranks} processes on {where}; checks passed: "
-          + ", ".join([*errors, *alone]).replace("_", " "))
+    names = ", ".join([*errors, *alone]).replace("_", " ")
+    print(f"{args.ranks} processes on {where}; checks passed: {names}")
 
 
 def add_arguments(parser):

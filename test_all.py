@@ -923,9 +923,13 @@ def test_bias_twin(monkeypatch):
 
 
 def test_study_tells_domains_apart():
-    """Of tables of counts: 2 bits for four domains with experts of their own, none if all use all alike."""
+    """Of tables of counts: 2 bits for four domains with experts of their own, none if all use all alike. Batches have
+    the domains one after the other, or in turn."""
     assert moe.mutual_information(torch.eye(4) * 100) == pytest.approx(2)
     assert moe.mutual_information(torch.full((4, 8), 9)) == pytest.approx(0, abs=1e-9)
+    of_domain = [np.full(9, domain, np.uint8) for domain in range(3)]
+    for mixed, want in ((False, [0, 0, 1, 1, 2, 2]), (True, [0, 1, 2, 0, 1, 2])):
+        assert moe.batch_of(of_domain, 2, 4, np.random.default_rng(0), mixed)[0][:, 0].tolist() == want
     texts = moe.domain_texts()
     assert list(texts) == list(moe.DOMAINS) and {len(text) for text in texts.values()} == {2**18}
 
