@@ -239,11 +239,11 @@ class Balance:
         """A scalar, the sum over layers of each one's mean over the tokens of its last forward pass, on this rank.
         ValueError if there was none since the last call."""
         routings = [layer.take_routing() for layer in self.layers]
-        counts = torch.stack([counts_of(r.experts, r.scores.shape[1]) for r in routings])  # (layers, E)
+        # Of all layers at once: fewer kernels, larger ones.
+        logits, scores, experts, _ = map(torch.stack, zip(*routings, strict=True))  # (layers, N, E), (layers, N, K)
+        counts = counts_of(experts, scores.shape[-1])  # (layers, E)
         everywhere = global_counts(counts, self.group)
         self.seen = everywhere if self.seen is None else self.seen + everywhere
-        # Of all layers at once: fewer kernels, larger ones.
-        logits, scores = (torch.stack(parts) for parts in zip(*((r.logits, r.scores) for r in routings), strict=True))
         total = self.z * z_loss(logits)
         if self.kind in ("global", "micro"):
             total = total + self.coefficient * balance_loss(scores, self.seen if self.kind == "global" else counts)
@@ -410,10 +410,10 @@ def activation_change(config, tokens, autocast):
     return config.layers * (tokens * token - (2 * 8 * D**2 if autocast else 0))
 
 
-def with_experts(model, capacity=None, **options):
+def with_experts(model, **options):
     """Replace the MLPs of a GPT of 01 in place by experts with new random weights, before any cut; its config becomes a
-    GPTConfig. options: fields of that, to replace what the model's has. Returns the model. ValueError, and nothing
-    changed, on what MoE refuses, and on a model that has experts already."""
+    GPTConfig. options: fields of that, where the model's config has none or others. Returns the model. ValueError, and
+    nothing changed, on what MoE refuses, and on a model that has experts already."""
     base.refuse((any(not hasattr(block, "up") for block in model.blocks), "the model has experts already"))
     config = model.config if isinstance(model.config, GPTConfig) else GPTConfig(**vars(model.config))
     config = dataclasses.replace(config, **options)
@@ -421,8 +421,8 @@ def with_experts(model, capacity=None, **options):
     for block in model.blocks:
         like = block.norm2.weight  # the matrices may still be without a place
         with like.device:
-            moes.append(MoE(config.dim, config.width(), config.experts, config.top_k, capacity,
-                            config.bottleneck or None).to(like.dtype))
+            moes.append(MoE(config.dim, config.width(), config.experts, config.top_k,
+                            bottleneck=config.bottleneck or None).to(like.dtype))
         into_stream = moes[-1].widen if config.bottleneck else moes[-1].down
         nn.init.normal_(into_stream.weight, std=0.02 / math.sqrt(2 * config.layers))  # as in 01
     model.config = config
@@ -572,9 +572,9 @@ def experts_product(x, W, rows, transposed=False, backend="auto", out=None, spar
     fetched = cce.takes_descriptors(x, W) and C % options["BLOCK_C"] == 0
     operands = x, W
     if fetched:
-        block = [options["BLOCK_C"], options["BLOCK_M"]] if transposed else [options["BLOCK_M"], options["BLOCK_C"]]
-        operands = (cce.TensorDescriptor.from_tensor(x, [options["BLOCK_R"], options["BLOCK_C"]]),
-                    cce.TensorDescriptor.from_tensor(W, block))
+        block_r, block_m, block_c = (options[f"BLOCK_{edge}"] for edge in "RMC")
+        block = (block_c, block_m) if transposed else (block_m, block_c)
+        operands = filtering.descriptor(x, block_r, block_c), filtering.descriptor(W, *block)
     product_kernel[(max(1, cce.programs(x)[0] - spare),)](
         *operands, out, rows.tiles(len(x), options["BLOCK_R"]), M, C, x.stride(0), W.stride(0),
         TRANSPOSED=transposed, FETCHED=fetched, **options
@@ -738,7 +738,7 @@ def take(x, choice, place):
 
 def owners(E, n):
     """(E,) the rank of each expert."""
-    return np.repeat(np.arange(n), [stop - start for start, stop in shares(E, n)])
+    return np.repeat(np.arange(n), E // n)
 
 
 def at_home(loads, n):
@@ -842,20 +842,19 @@ def expert_parallel(model, group, policy="ep"):
     parameters are of its own tokens. Returns {name: (row, 0)} of each cut weight's first element in the whole:
     forge()'s `origins`. group None: one rank. ValueError, and nothing changed, on another policy, a model without
     experts, or if they cannot be shared out equally or were cut before."""
-    n, origins = size(group), {}
+    n, origins, layers = size(group), {}, layers_with_experts(model)
     base.refuse((not callable(policy) and policy not in POLICIES,
                  f"policy is {policy!r}: use one of {', '.join(POLICIES)}"))
-    for moe in layers_with_experts(model):
+    for moe in layers:
         base.refuse((moe.experts % n, f"{moe.experts} experts over {n} ranks: use a number that {n} divides"),
                     (moe.exchange is not run_here, "the experts are cut already: call expert_parallel once"))
-    for name, moe in model.named_modules():
-        if isinstance(moe, MoE):
-            moe.exchange = ExpertParallel(group, POLICIES.get(policy, policy))
-            for part in ("up", "down") if n > 1 else ():
-                experts = getattr(moe, part)
-                parallel.cut(experts, "weight", 0, group)
-                origins[f"{name}.{part}.weight".lstrip(".")] = experts.weight.origin
-                experts.experts //= n
+    for moe in layers:
+        moe.exchange = ExpertParallel(group, POLICIES.get(policy, policy))
+    for name, module in model.named_modules() if n > 1 else ():
+        if isinstance(module, Experts):
+            parallel.cut(module, "weight", 0, group)
+            module.experts //= n
+            origins[f"{name}.weight"] = module.weight.origin
     return origins
 
 
@@ -1095,9 +1094,9 @@ class Gradient:
             factor = ExpertFactor(self.dY, self.X, self.parts, self.loans.own.bounds, part_of)
             stash = self.state.handle.phase == "stashing"
             return self.state.keep(factor) if stash else step_experts(self.state, factor)
-        matrices = self.dW.view(self.loans.own.experts, -1, self.dW.shape[1])
+        dW = self.dW.view(self.loans.own.experts, -1, self.dW.shape[1])  # (E, M, C)
         for part, i in zip(self.parts, part_of, strict=True):
-            matrices[i] += part
+            dW[i] += part
         return self.dW
 
 
@@ -1162,11 +1161,12 @@ def fold(tp=1, cp=1, dp=1, ep=1, pp=1):
     inner, sizes = dp * cp * tp, dict(tp=tp, cp=cp, dp=dp, ep=ep, pp=pp)
     base.refuse((min(sizes.values()) < 1, f"sizes {sizes}: use 1 or more each"))
     base.refuse((inner % ep, f"ep {ep}: dp {dp} x cp {cp} x tp {tp} = {inner} ranks of a stage are no multiple of it"))
-    attention = np.arange(pp * inner).reshape(pp, dp, cp, tp)
-    experts = attention.reshape(pp, inner // ep, ep)
-    along = lambda mesh, axis: np.moveaxis(mesh, axis, -1).reshape(-1, mesh.shape[axis]).tolist()  # noqa: E731
-    groups = {name: along(attention, axis) for axis, name in enumerate(("pp", "dp", "cp", "tp"))}
-    return groups | {"edp": along(experts, 1), "ep": along(experts, 2)}
+    lists = {}
+    for axes in (dict(pp=pp, dp=dp, cp=cp, tp=tp), dict(pp=pp, edp=inner // ep, ep=ep)):
+        box = np.arange(pp * inner).reshape(*axes.values())
+        for axis, name in enumerate(axes):
+            lists[name] = np.moveaxis(box, axis, -1).reshape(-1, axes[name]).tolist()
+    return lists
 
 
 def folded_groups(**sizes):
@@ -1193,10 +1193,10 @@ DOMAINS = ("source", "documentation", "numbers", "base64")
 
 
 @functools.cache
-def domain_texts(size_=2**18, seed=0):
+def domain_texts():
     """{domain: bytes (size_,) uint8}: the standard library's source without its documentation strings, those strings,
     decimal numbers, and random bytes in base64."""
-    generator = np.random.default_rng(seed)
+    length, generator = 2**18, np.random.default_rng(0)
     source, documentation = [], []
     for path in filtering.source_files():
         text = path.read_text(encoding="utf-8", errors="ignore")
@@ -1206,11 +1206,11 @@ def domain_texts(size_=2**18, seed=0):
             text = text.replace(part, "")
             documentation.append(part)
         source.append(text)
-        if min(sum(map(len, source)), sum(map(len, documentation))) > size_:
+        if min(sum(map(len, source)), sum(map(len, documentation))) > length:
             break
-    numbers = ", ".join(str(x) for x in np.round(generator.lognormal(3, 3, size_ // 5), 3))
-    texts = "\n".join(source), "\n".join(documentation), numbers, base64.b64encode(generator.bytes(size_)).decode()
-    return {name: np.frombuffer(text.encode()[:size_], np.uint8) for name, text in zip(DOMAINS, texts, strict=True)}
+    numbers = ", ".join(str(x) for x in np.round(generator.lognormal(3, 3, length // 5), 3))
+    texts = "\n".join(source), "\n".join(documentation), numbers, base64.b64encode(generator.bytes(length)).decode()
+    return {name: np.frombuffer(text.encode()[:length], np.uint8) for name, text in zip(DOMAINS, texts, strict=True)}
 
 
 def batch_of(texts, count, T, generator, mixed=False):
@@ -1246,12 +1246,12 @@ def micro_loss(balance, count):
     return balance.coefficient * total / count
 
 
-def train_on_domains(kind, seed, steps, device="cpu", batch=4, T=64, **options):
-    """Train a small GPT with experts on four domains, `batch` windows of each a step; a Found. kind: Balance's, but
-    "micro" over micro-batches of `batch` windows of one domain each, "mixed" of `batch` windows of all. Either way they
+def train_on_domains(kind, seed, steps, device, **options):
+    """Train a small GPT with experts on four domains, four windows of each a step; a Found. kind: Balance's, but
+    "micro" over micro-batches of four windows of one domain each, "mixed" of one window of each. Either way they
     go through the model as one batch, so that all kinds see the same numbers."""
     torch.manual_seed(seed)
-    options = dict(hidden=64, experts=8, top_k=2) | options
+    T = 64
     model = with_experts(base.GPT(base.GPTConfig(256, T, 2, 4, 64)), **options).to(device)
     balance = Balance(model, "none" if kind in ("micro", "mixed") else kind, coefficient=3e-2, rate=1e-2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95))
@@ -1259,7 +1259,7 @@ def train_on_domains(kind, seed, steps, device="cpu", batch=4, T=64, **options):
     train, held_out = [text[: len(text) * 3 // 4] for text in texts], [text[len(text) * 3 // 4 :] for text in texts]
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = 3e-3 * min(1, (step + 1) / 20, (steps - step) / (steps / 2))
-        x, y = (part.to(device) for part in batch_of(train, batch, T, generator, kind == "mixed"))
+        x, y = (part.to(device) for part in batch_of(train, 4, T, generator, kind == "mixed"))
         loss = cce.linear_cross_entropy(model(x), model.classifier, y)
         if kind in ("micro", "mixed"):
             loss = loss + micro_loss(balance, len(texts))
