@@ -1,33 +1,34 @@
-"""07 - Mixture of experts: tokens choose among many MLPs, and ranks must not wait for the one that all have chosen.
+"""07 - Mixture of experts: each token chooses a few of many MLPs, and a popular one must not hold up all GPUs.
 
 The problem in one number
     A layer with 128 experts on 8 GPUs, where 95 % of the tokens choose the same expert: its GPU has 7.65 times the mean
     work, and the 7 others wait for it. Training can forbid that (a loss, or a bias), at a price: experts that have to
     be used equally in every small batch specialise less. Or the work moves: a rank with time to spare borrows the
-    popular expert's weights. This file does both. Experts on many ranks, at fixed places or lent, give the gradients of
-    one process that has them all.
+    popular expert's weights. This file does both. Experts on many ranks, at home or lent, give the gradients of one
+    process that has them all.
 
-The maths                                          N tokens, E experts of H hidden units, each token goes to the best K
+The maths                                N tokens of width D, E experts of H hidden units, each token goes to its best K
     s = softmax(W_r x)                                                router W_r (E, D); x (N, D)
-    y[n] = sum_k w[n, k] down_e(gelu(up_e(x[n])))                     e = expert k of token n; up (H, D), down (D, H)
-    w[n, k] = the K chosen scores over their sum; of a single one (K = 1) the score itself
-    balance loss = E sum_e f_e p_e                                    f_e: share of the choices, p_e: mean score
-  f counts, it has no gradient; p has one. Equal shares give 1.
+    y[n] = sum_k w[n, k] down_e(gelu(up_e(x[n])))                     e: choice k of token n; up_e (H, D), down_e (D, H)
+    w[n, k] = the K chosen scores over their sum; where K = 1 the score itself
+    balance loss = E sum_e f_e p_e                                    f_e: share of the choices, p_e: mean score of e
+  f is a count and has no gradient; p has one. Equal shares give 1.
 
-    n       ranks (in sections 1 to 3: also the number of a token)      R       rows: a token's input for one choice
-    choice  n K + k, number k of token n; sorted by expert it is a row  place   (N, K), where a choice is among the rows
-    begin   (E + 1,), the first row of each expert, and R               load    rows of an expert, or of a rank
+    n       ranks (above, and in sections 1 to 4: a token)              R       rows: one for each choice, a token's x
+    choice  n K + k, the k-th of token n                                place   (N, K), which row a choice has become
+    begin   (E + 1,), the first row of each expert, and at the end R    load    rows of an expert, or of a rank
     plan    (n, E), how many rows of each expert each rank computes     (M, C)  a matrix: M outputs, C inputs
+    w       weights, in a Routing; all other weights are matrices       NCCL    NVIDIA's messages between GPUs (05)
 
 What is where
     1 the layer, written out, and sorted   2 balance   3 the layer   4 the products of all experts in one launch
-    5 expert parallelism: rows travel   6 least-loaded: weights travel   7 the experts' backward pass, and FORGE
-    8 folding: attention and experts cut the same ranks differently   9 a study of what experts learn
-    10 checks   11 measurements
+    5 expert parallelism: rows travel   6 least-loaded: weights travel   7 the experts' backward pass, and FORGE (04:
+    the optimizer's step inside it)   8 folding: attention and experts cut the same ranks differently   9 a study of
+    what experts learn   10 checks   11 measurements
 
 How to use it, from elsewhere (train.py does)
     model = with_experts(base.GPT(GPTConfig(..., experts=8, top_k=2)))      every rank the same weights
-    origins = expert_parallel(model, group)                                 None: one rank has all experts
+    origins = expert_parallel(model, group)              group None: one rank has all experts; origins: for 04's forge()
     balance = Balance(model, "global", group)
     loss = part_of_the_mean_loss + balance.loss() * n_tokens_here / n_tokens_of_the_step
     loss.backward()                      experts' gradients are of all ranks' tokens; sum all others over the group
@@ -84,10 +85,10 @@ size, rank_in, shares, sent = parallel.size, parallel.rank_in, parallel.shares, 
 # A dense MLP puts every token through all of its weights. A mixture has E MLPs, its experts, and a small matrix, the
 # router, that picks K of them for each token: weights grow with E, the work of a token with K.
 #
-#     scores of a token   .50  .30  .15  .05      K = 2: experts 0 and 1, worth .50 / .80 = .625 and .30 / .80 = .375
-#                                                 K = 1: expert 0, worth .50
+#     scores of a token   .50  .30  .15  .05      K = 2: experts 0 and 1, weights .50 / .80 = .625 and .30 / .80 = .375
+#                                                 K = 1: expert 0, weight .50
 #
-# With K = 1 dividing would make the worth 1 whatever the router says: its gradient would be 0, and it would not learn.
+# With K = 1 dividing would make the weight 1 whatever the router says: its gradient would be 0, and it would not learn.
 # (DeepSeek-V3 takes a sigmoid of each logit instead of the softmax. The rest is the same, but all scores of a token may
 # underflow, and then the division is 0 / 0.)
 
@@ -111,7 +112,7 @@ def written_out(x, router, up, down, top_k, kept=None):
 
 
 class Routing(NamedTuple):
-    """logits, scores (N, E), each row of which sums to 1; experts (N, K) int64; weights (N, K) of their outputs."""
+    """logits, scores (N, E); experts (N, K) int64, the best first; weights (N, K), what their outputs are worth."""
 
     logits: torch.Tensor
     scores: torch.Tensor
@@ -120,8 +121,8 @@ class Routing(NamedTuple):
 
 
 def route(logits, top_k, bias=None):
-    """The Routing of logits (N, E) fp32 or fp64. bias (E,) is added to the scores to choose, and to nothing else: it
-    must not change what a chosen expert's output is worth."""
+    """The Routing of logits (N, E) fp32 or fp64. bias (E,) is added to the scores that experts are chosen by, not to
+    those that weights are made of."""
     scores = logits.softmax(-1)  # (N, E)
     ranked = scores.detach() if bias is None else scores.detach() + bias
     experts = ranked.topk(top_k, -1).indices  # (N, K)
@@ -134,10 +135,12 @@ def route(logits, top_k, bias=None):
 # A GPU wants few large products, not one for each token. So the choices are sorted by expert: then an expert's rows lie
 # together, and all that follows (products, exchanges, loans) works on ranges of rows. Three tokens, K = 2, E = 3:
 #
-#     chosen        token 0: e2 e0    token 1: e0 e1    token 2: e0 e2         choices 0 1   2 3   4 5
-#     choice        e0: 1 2 4 | e1: 3 | e2: 0 5                                sorted; stable: in the order of tokens
-#     begin         0           3       4        6
-#     place         token 0: 4 0      token 1: 1 3      token 2: 2 5           the inverse: where its rows are
+#     chosen        token 0: e2 e0    token 1: e0 e1    token 2: e0 e2       these are choices 0 1, 2 3, 4 5
+#     row           0  1  2  3  4  5
+#     expert        e0 e0 e0 e1 e2 e2
+#     choice        1  2  4  3  0  5                                         sorted by expert; of one, by token
+#     begin         0        3  4     6
+#     place         token 0: 4 0      token 1: 1 3      token 2: 2 5         the inverse: choice 0 is in row 4
 #
 # An expert may have a capacity (Switch): choices beyond it are dropped, and the residual stream goes on without. Here a
 # capacity of 2 drops choice 4: choice = 1 2 | 3 | 0 5, begin = 0 2 3 5, place = 3 0, 1 2, -1 4.
@@ -155,7 +158,7 @@ def order_by_expert(experts, E, capacity=None):
 
 
 def place_of(choice, experts):
-    """choice (R,) of experts (N, K), in any order -> place (N, K), its inverse, -1 where there is none."""
+    """choice (R,) of experts (N, K), in any order -> place (N, K), its inverse, -1 for a choice that was dropped."""
     place = experts.new_full((experts.numel(),), -1)
     place[choice] = torch.arange(len(choice), device=choice.device)
     return place.view(experts.shape)
@@ -169,20 +172,20 @@ def capacity_of(factor, N, K, E):
 # ==== 2. Balance: two losses, two ways to count, and a bias ===========================================================
 #
 # Left alone, a router sends more and more to the experts that learned first. The balance loss E sum_e f_e p_e falls
-# when scores p move away from experts that have more than their share f of the choices. f may be counted over a
-# micro-batch (Switch) or over the global batch, all ranks and micro-batches. Eight tokens, two experts, K = 1; rank 0
-# happens to have source code, rank 1 prose, and each kind of text has found its expert:
+# when scores p move away from experts whose share f of the choices is large. f may be counted over a micro-batch
+# (Switch) or over the global batch, all ranks and micro-batches. Eight tokens, two experts, K = 1; rank 0 happens to
+# have source code, rank 1 prose, and each kind of text has found its expert:
 #
 #               tokens     expert 0's score p_0   chosen     micro-batch's f, loss              global f, loss
 #     rank 0    4, code            .8             0 0 0 0    1 0: 2 (1 x .8 + 0 x .2) = 1.6     .5 .5: 2 (.4 + .1) = 1
 #     rank 1    4, prose           .2             1 1 1 1    0 1: 2 (0 x .2 + 1 x .8) = 1.6     .5 .5: 2 (.1 + .4) = 1
 #
 # Over both ranks the loads are even: there is nothing to mend, and the global loss is at 1. The micro-batch's pushes
-# the two apart from what they know. It costs nothing to do better: only E counts have to be summed over the ranks,
-# since f has no gradient, and p may stay local. The mean over ranks of these gradients is that of the global loss.
+# code away from the expert that knows code. To do better costs little: f has no gradient, so only E counts have to be
+# summed over the ranks, and p may stay local. The mean over ranks of these gradients is that of the global loss.
 #
-# DeepSeek-V3 has no such loss: after each step b_e += u sign(mean load - load_e), a bias added where experts are
-# chosen. And the z-loss, mean (log sum exp logits)^2, keeps logits small, in which a softmax in 16 bits is exact.
+# DeepSeek-V3 has no such loss: after each step b_e += rate sign(mean load - load_e), a bias added where experts are
+# chosen. And the z-loss, mean (log sum exp logits)^2, keeps logits small: of large ones 16 bits lose the differences.
 
 
 def counts_of(experts, E):
@@ -193,8 +196,8 @@ def counts_of(experts, E):
 
 
 def balance_loss(scores, counts):
-    """E sum_e f_e p_e, a scalar: f from counts (E,), of whichever tokens, p the mean of scores (N, E). Of several
-    layers, stacked, the sum. arXiv 2101.03961, 2501.11873."""
+    """E sum_e f_e p_e, a scalar: f from counts (E,), of these or more tokens, p the mean of scores (N, E). Stacked ones
+    (of several layers) are summed. arXiv 2101.03961, 2501.11873."""
     N, E = scores.shape[-2:]
     share = counts.to(scores.dtype) / counts.sum(-1, keepdim=True).clamp(min=1)  # (..., E)
     return E * (share * scores.sum(-2)).sum() / max(1, N)
@@ -206,23 +209,23 @@ def z_loss(logits):
 
 
 def global_counts(counts, group):
-    """(..., E) of this rank -> of all ranks."""
+    """counts (..., E) of this rank -> their sum over the group."""
     return parallel.all_reduce(counts, group)
 
 
 def max_violation(counts):
-    """(..., E) -> (...): the fullest expert's load over the mean, less 1 (MaxVio, arXiv 2408.15664)."""
+    """counts (..., E) -> (...): the fullest expert's load over the mean, less 1 (MaxVio, arXiv 2408.15664)."""
     return counts.amax(-1) / counts.double().mean(-1).clamp(min=1e-9) - 1
 
 
 class Balance:
     """What a training loop calls: loss() after each forward pass, step() after the optimizer's step.
 
-    kind "global", "micro": balance_loss with that f, times `coefficient`; "bias": none, but step() moves each layer's
-    bias by `rate`; "none". All of them add z times z_loss. With several micro-batches a step, the global f is that of
-    those so far: the exact one is known after the last, when the others' backward passes are over. group: the ranks
-    whose tokens make the global batch; all of them make the same calls. ValueError on another kind, and a model without
-    experts."""
+    kind "global", "micro": balance_loss with f over that batch, times `coefficient`; "bias": no such loss, but step()
+    moves each layer's bias by `rate`; "none": neither. All add z times z_loss. With several micro-batches a step, the
+    global f is that of those so far: the exact one is known after the last, when the others' backward passes are over.
+    group: the ranks whose tokens make the global batch; all of them make the same calls. ValueError on another kind, a
+    bias of 16 bits, and a model without experts."""
 
     KINDS = ("global", "micro", "bias", "none")
 
@@ -250,8 +253,8 @@ class Balance:
         return total
 
     def step(self, move=True):
-        """Move the biases, unless the step is left out; returns its max_violation of each layer, (layers,) fp64.
-        ValueError before loss()."""
+        """The end of a step. move: whether the optimizer took it; if not, biases stay. Returns the step's max_violation
+        of each layer, (layers,) fp64. ValueError before loss()."""
         base.refuse((self.seen is None, "no loss() since the last step(): call it after each forward pass"))
         seen, self.seen = self.seen, None
         if move and self.kind == "bias":
@@ -262,20 +265,21 @@ class Balance:
 
 # ==== 3. The layer ====================================================================================================
 #
-# A forward pass is five steps, and parallelism replaces one of them:
+# A forward pass is four steps, and parallelism replaces the third:
 #
-#     route       x (N, D) -> experts, weights (N, K)                       section 1; in fp32: a rounded score may
-#     sort        -> choice, begin                                          choose another expert
-#     exchange    x -> rows of outputs, and their place                     run_here(), or section 5's ExpertParallel
-#       which calls expert_mlp(): down_e(gelu(up_e(row))) for the rows of each expert            sections 4 and 7
-#     combine     y[n] = sum_k w[n, k] row[place[n, k]]                     section 4
+#     route       x (N, D) -> experts, weights (N, K)         in fp32: rounding a score may change the choice
+#     sort        experts -> choice, begin                    section 1
+#     exchange    x -> rows of outputs, and their place       run_here(), or section 5's ExpertParallel; within it
+#                                                             expert_mlp(), down_e(gelu(up_e(row))): sections 4 and 7
+#     combine     y[n] = sum_k w[n, k] row[place[n, k]]       section 4
 #
-# An expert's matrices lie one below the other in one parameter, so that a rank's experts are a range of its rows.
+# All experts' up matrices lie one below the other in one parameter, and so do their down matrices: the experts of a
+# rank are a range of its rows.
 #
 # BigMac (2502.16927) asks why rows travel at width D. It narrows them to d before they are sent and widens what comes
 # back: 2 D d weights more a layer, for d / D of the bytes, and experts that work at width d.
 #
-# Recomputation runs a layer's forward pass again inside backward. Its routing must not be counted a second time.
+# Recomputation (05) runs a layer's forward pass again inside backward. Its routing must not be counted a second time.
 
 
 def recording():
@@ -285,8 +289,8 @@ def recording():
 
 
 class Experts(nn.Module):
-    """One matrix (M, C) of each of E experts, one below the other: weight (E M, C). `forged` is for 04's state of it,
-    which takes its step as that of E matrices."""
+    """One matrix (M, C) of each of E experts, one below the other: weight (E M, C). `forged`: 04's state of it, once
+    there is one, which takes its step as that of E matrices."""
 
     forged = None
 
@@ -300,10 +304,10 @@ class Experts(nn.Module):
 class MoE(nn.Module):
     """x (..., D) fp32, bf16 or fp64 -> (..., D): E experts of `hidden` units, each token through its best top_k.
 
-    Parameters router (E, D), up.weight (E hidden, D), down.weight (E D, hidden); buffer bias (E,), which needs fp32 to
-    hear of small changes. capacity: factor of the fair share of this rank's choices beyond which an expert drops them;
-    None: none is dropped. bottleneck: BigMac's d, below D. After a forward pass with gradients, take_routing() gives
-    its Routing, once; dropped: the share of choices that the last pass dropped. ValueError on what does not fit."""
+    Parameters router (E, D), up.weight (E hidden, D), down.weight (E D, hidden); buffer bias (E,), Balance's. capacity:
+    how many times its fair share of this rank's choices an expert takes, before it drops them; None: all. bottleneck:
+    BigMac's d, below D. After a forward pass with gradients, take_routing() gives its Routing, once; dropped: the share
+    of choices that the last pass dropped. ValueError on what does not fit."""
 
     def __init__(self, dim, hidden, experts, top_k=2, capacity=None, bottleneck=None):
         super().__init__()
@@ -333,7 +337,7 @@ class MoE(nn.Module):
         return self.mix(x, routing).view(shape)
 
     def mix(self, x, routing):
-        """x (N, D) -> (N, D): the sum of the experts' outputs."""
+        """x (N, D) -> (N, D): the weighted sum of the experts' outputs."""
         capacity = self.capacity and capacity_of(self.capacity, len(x), self.top_k, self.experts)
         choice, begin = order_by_expert(routing.experts, self.experts, capacity)
         self.dropped = 1 - len(choice) / routing.experts.numel() if len(x) else 0.0
@@ -351,13 +355,13 @@ class MoE(nn.Module):
 
 def run_here(x, choice, begin, experts, moe):
     """All experts on this rank. x (N, D), choice (R,), begin (E + 1,), experts (N, K) -> rows (R, D) of outputs, and
-    choice and place of the order that they are in."""
-    place, loans = place_of(choice, experts), Loans(matrices(moe, x.dtype), Rows(begin), len(choice))  # no loan
+    choice and place of the order that they are in (here the one that came in)."""
+    place, loans = place_of(choice, experts), Loans(matrices(moe, x.dtype), Rows(begin), len(choice))  # none is lent
     return expert_mlp(take(x, choice, place), moe, loans), choice, place
 
 
 def matrices(moe, dtype):
-    """The matrices up and down of this rank's experts, for products in this dtype."""
+    """up (E H, D) and down (E D, H) of this rank's experts, for products in this dtype."""
     return [experts.weight.detach().to(dtype) for experts in (moe.up, moe.down)]
 
 
@@ -389,7 +393,7 @@ class GPTConfig(base.GPTConfig):
         return self.hidden or max(1, 4 * self.dim // self.top_k)
 
     def layer_change(self, active):
-        """Parameters of a layer's router, `active` experts and bottleneck, less those of the dense MLP."""
+        """Parameters of a layer's router, `active` of its experts and bottleneck, less those of the dense MLP."""
         experts = 2 * active * (self.bottleneck or self.dim) * self.width()
         return self.experts * self.dim + experts + 2 * self.dim * self.bottleneck - 8 * self.dim**2
 
@@ -402,9 +406,9 @@ class GPTConfig(base.GPTConfig):
 
 
 def activation_change(config, tokens, autocast):
-    """Bytes that the layers keep for backward, less those of dense ones (01's activation_bytes): instead of 8 D numbers
-    a token, rows (before and after) and hidden rows of the experts that it meets; in fp32 logits and scores, and the
-    router's input; four 64-bit numbers a choice. Autocast's 16-bit copies of experts are made twice instead."""
+    """Bytes that the layers keep for backward, less those of dense ones (01's activation_bytes). Instead of 8 D numbers
+    a token: K rows before, within and after an expert; logits and scores in fp32; four 64-bit numbers a choice. Under
+    autocast the router's input in 32 bits, not 16, and no copies of the matrices: backward makes the experts' again."""
     D, K, E, width = config.dim, config.top_k, config.experts, 2 if autocast else 4
     token = width * (K * (2 * D + config.width()) - 8 * D) + 4 * 2 * E + 8 * 4 * K + (2 * D if autocast else 0)
     return config.layers * (tokens * token - (2 * 8 * D**2 if autocast else 0))
@@ -419,7 +423,7 @@ def with_experts(model, **options):
     config = dataclasses.replace(config, **options)
     moes = []
     for block in model.blocks:
-        like = block.norm2.weight  # the matrices may still be without a place
+        like = block.norm2.weight  # of the model's device and dtype, also where matrices have no memory yet (train.py)
         with like.device:
             moes.append(MoE(config.dim, config.width(), config.experts, config.top_k,
                             bottleneck=config.bottleneck or None).to(like.dtype))
@@ -434,29 +438,30 @@ def with_experts(model, **options):
 
 # ==== 4. The products of all experts in one launch ====================================================================
 #
-# Rows begin[e] ... begin[e + 1] of x (R, C) belong to expert e, whose matrix is rows e M ... (e + 1) M of W (E M, C).
+# Rows begin[e] to begin[e + 1] of x (R, C) belong to expert e, whose matrix is rows e M to (e + 1) M of W (E M, C).
 #
 # Rung 1, a loop over the experts with the library's product. It launches E kernels, needs their sizes on the host, so
 # that the host waits for the device, and leaves multiprocessors idle at the end of each. Padding all experts to one
 # capacity would be one batched product, and waste or drop.
 #
 # Rung 2, one launch for all experts. The tiles of all experts are numbered one after another, and a program finds its
-# own in a table that is made on the device. Tiles of 128 rows:
+# own in a table, which the device can make itself. Tiles of 128 rows; e0 has rows 0 to 299, e1 none, e2 300 to 399:
 #
-#     expert             e0: rows 0 ... 300            e1: none     e2: rows 300 ... 400
-#     tile: first row    0: 0     1: 128    2: 256                  3: 300
-#     tile: ends at         128      256       300                     400
+#     tile      0     1     2     3
+#     expert    e0    e0    e0    e2        an expert without rows has no tile
+#     row       0     128   256   300       the tile's first one
+#     stop      300   300   300   400       where the expert's rows end
 #
-# An expert without rows has no tile. Tile 2 computes 84 rows too many, those of e2 with e0's weights, and stores none
-# of them: that is the mask at the end (--break no-tail stores them).
+# Tile 2 computes rows 256 to 383, the last 84 of which are e2's, with e0's weights. The mask at the kernel's end keeps
+# it from storing those (--break no-tail).
 #
-# Cost: 2 R M C FLOPs whatever the routing, and all E M C weights are read: 2 R / E FLOPs an element. With 256 rows an
-# expert that is 256 FLOPs a byte in bf16, just what an H200 needs to be kept busy (206: 989 TFLOP/s over 4.8 TB/s).
-# With fewer rows the weights' bytes are the bound, and no kernel helps.
+# Cost: 2 R M C FLOPs whatever the routing, and all E M C weights are read: 2 R / E FLOPs a weight. With 256 rows an
+# expert that is 256 FLOPs a byte in bf16, a little more than an H200 needs (989 TFLOP/s over 4.8 TB/s: 206). With fewer
+# rows the weights' bytes are the bound, and no kernel helps.
 #
-# Gradients of weights, dW_e = dY_e^T X_e, have an edge tile in the dimension that is summed instead. torch's grouped_mm
-# has one launch for that (for X W^T it is slower than ours where one expert is hot), where dW has 16 bits as dY has. In
-# fp32, what master weights want, or fp64, and where experts are large, the loop is as good or better.
+# Gradients of weights, dW_e = dY_e^T X_e, are sums over an expert's rows. torch's grouped_mm makes all of them in one
+# launch, in 16 bits (for X W^T it is slower than ours where one expert is hot). In fp32, what master weights want, or
+# fp64, and where experts are large, the loop is as good or better.
 
 TILES = {
     "16-bit": dict(BLOCK_R=128, BLOCK_M=256, BLOCK_C=64, num_warps=8, num_stages=4),
@@ -465,12 +470,12 @@ TILES = {
 if INTERPRETED:
     TILES = dict.fromkeys(TILES, dict(BLOCK_R=16, BLOCK_M=32, BLOCK_C=32))
 
-# FLOPs an expert from which the loop is as fast as one launch, on H100 and H200: of ours, and of grouped_mm.
+# FLOPs an expert from which the loop is as fast as one launch of ours, and of grouped_mm; measured on H100 and H200.
 LOOP_FROM, GRADIENT_LOOP_FROM = 1e11, 3e10
 
 
 class Tiles(NamedTuple):
-    """The row tiles of all experts: expert, row, stop (most,) int32; count[0] of them are there."""
+    """The table drawn above, int32, with room for as many tiles as there can be; the first count[0] are real."""
 
     expert: torch.Tensor
     row: torch.Tensor
@@ -479,8 +484,8 @@ class Tiles(NamedTuple):
 
 
 class Rows:
-    """Where each expert's rows are: begin (E + 1,) int64 on the device; the same on the host, `bounds`. Not given, they
-    set out for the host at once: whoever asks for them in backward need not wait."""
+    """Where each expert's rows are: begin (E + 1,) int64 on the device, and bounds, the same on the host. If those are
+    not given, their copy to the host starts at once: when backward asks for them it need not wait."""
 
     def __init__(self, begin, bounds=None):
         self.begin, self.experts, self.on_host, self.tables = begin, len(begin) - 1, bounds, {}
@@ -502,8 +507,8 @@ class Rows:
         return [(e, slice(*span)) for e, span in enumerate(itertools.pairwise(self.bounds))]
 
     def tiles(self, R, block):
-        """Tiles of `block` rows, R rows in all: made on the host where it knows the bounds, and there alone if it does
-        not, so that nothing is read back."""
+        """Tiles of `block` rows, R rows in all: made on the host if it knows the bounds, else on the device, so that
+        the host never waits for them."""
         if block not in self.tables:
             begin = torch.tensor(self.on_host) if self.on_host else self.begin
             tiles = (begin.diff() + block - 1) // block  # (E,)
@@ -521,8 +526,8 @@ def product_kernel(
     X, W, out, tiles, M, C, stride_x, stride_w, TRANSPOSED: tl.constexpr, FETCHED: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
 ):
-    """out (R, M) = X (R, C) W_e^T, W (E M, C); TRANSPOSED: X W_e, W (E C, M), since here M are the columns of `out`.
-    Persistent programs, as in 02; `tiles` is a Tiles. FETCHED: X and W are descriptors, which know of no experts."""
+    """out (R, M) = X (R, C) W_e^T, W (E M, C); TRANSPOSED: X W_e, W (E C, M): here M are always the columns of `out`.
+    Persistent programs, as in 02; `tiles` is a Tiles. FETCHED: X and W are descriptors, of all experts' rows."""
     row_tiles = tl.load(tiles.count)
     for index in tl.range(tl.program_id(0), row_tiles * tl.cdiv(M, BLOCK_M), tl.num_programs(0), flatten=True):
         row_tile, col_tile = tile_at(index, row_tiles, tl.cdiv(M, BLOCK_M))
@@ -556,10 +561,10 @@ def choose_backend(a, b, backend):
 def experts_product(x, W, rows, transposed=False, backend="auto", out=None, spare=0):
     """x (R, C) sorted by expert, W (E M, C), rows: Rows -> (R, M), each expert's rows times W_e^T; transposed: x (R, M)
     -> (R, C), times W_e. Sums in fp32 (fp64 of fp64). x and W of one dtype: fp32, bf16 or fp16 by the kernel, any by
-    the loop. backend: "triton", "torch" (the loop), "auto". out: where to, contiguous. spare: multiprocessors to leave
-    to others, where the kernel runs. ValueError on dtypes or backends that do not fit."""
+    the loop. backend: "triton", "torch" (the loop), "auto". out: where to, contiguous. spare: multiprocessors that the
+    kernel leaves to others. ValueError on dtypes or backends that do not fit."""
     E, x = rows.experts, cce.rows_contiguous(x)
-    M, C = (W.shape[1], len(W) // E) if transposed else (len(W) // E, W.shape[1])
+    M, C = (W.shape[1], len(W) // E) if transposed else (len(W) // E, W.shape[1])  # as the kernel has them
     out = x.new_empty(len(x), M) if out is None else out
     large = backend == "auto" and 2 * len(x) * M * C >= LOOP_FROM * E
     if choose_backend(x, W, backend) == "torch" or large:
@@ -568,7 +573,7 @@ def experts_product(x, W, rows, transposed=False, backend="auto", out=None, spar
             torch.mm(x[span], matrices[e] if transposed else matrices[e].T, out=out[span])
         return out
     options = TILES["16-bit" if x.element_size() == 2 else "32-bit"]
-    # A block of C that crossed an expert's last row of W would bring the next one's weights, times 0: NaN if infinite.
+    # A tile across the end of an expert's matrix would multiply the next one's weights by 0: NaN if they are infinite.
     fetched = cce.takes_descriptors(x, W) and C % options["BLOCK_C"] == 0
     operands = x, W
     if fetched:
@@ -596,8 +601,8 @@ def experts_gradient(dy, x, rows, dtype=None, backend="auto"):
     return out.flatten(0, 1)
 
 
-# Between the products rows are moved: taken to their experts, combined on the way back. Each is the other's gradient,
-# but for the weights, which have one, too:
+# Around the products rows are moved: a token's row is taken once for each of its choices, and what comes back is
+# combined. Each is the other's gradient, but for the weights w, which have one, too:
 #
 #     take       rows[r] = x[token of r]                          dx[n] = sum_k drows[place[n, k]]
 #     combine    y[n] = sum_k w[n, k] rows[place[n, k]]           drows[r] = w[choice of r] dy[token of r]
@@ -672,7 +677,7 @@ def dot_rows(source, index, dy, backend="auto"):
 
 
 class _Take(torch.autograd.Function):
-    """x (N, D) -> rows x[index] (R, D). place (N, K): where the rows went that are row n's, or -1."""
+    """x (N, D) -> rows x[index] (R, D). place (N, K): the rows that x[n] has become, or -1."""
 
     @staticmethod
     def forward(ctx, x, index, place):
@@ -712,25 +717,26 @@ def take(x, choice, place):
 # Ranks hold equal ranges of the experts, and each has tokens of its own. All know all counts (one gather of E numbers a
 # rank), hence all make the same plan, who computes how many rows of which expert, and from both the same table
 #
-#     rows[s, d, e]     rows of expert e that source rank s has and rank d computes
+#     rows[s, d, e]     how many rows of expert e source rank s has and rank d computes
 #
 # from which everything follows: what to send, what comes, in which order it lies. Two ranks, four experts:
 #
 #                      e0 e1 | e2 e3                     computed on rank 0     on rank 1
 #     counts  rank 0    3  1 |  0  2         rows  of rank 0    3 1 0 0          0 0 0 2
-#             rank 1    2  0 |  2  1               of rank 1    2 0 0 0          0 0 2 1
+#             rank 1    2  1 |  2  1               of rank 1    2 1 0 0          0 0 2 1
 #
 #     rank 0's choices, sorted by expert          e0 e0 e0 e1 e3 e3
-#     sorted by the rank they go to, own last     e3 e3 | e0 e0 e0 e1                            as exchange() wants
-#     what rank 0 has after the exchange          e0 e0 of rank 1 | e0 e0 e0 e1 of its own
-#     sorted by expert, to be computed            e0 e0 e0 e0 e0 | e1
+#     sorted by the rank they go to, own last     e3 e3 | e0 e0 e0 e1         leave   4 5 0 1 2 3    as exchange() wants
+#     what rank 0 has after the exchange          e0 e0 e1 | e0 e0 e0 e1      of rank 1, and its own
+#     sorted by expert, to be computed            e0 e0 e0 e0 e0 e1 e1        arrive  0 1 3 4 5 2 6
 #
-# Both sorts are of runs of equal rows, whose lengths are rows of the table: a label for each run, and a stable sort of
-# the labels. What comes out goes the same way back: the inverse of the second sort, an exchange, and the places of the
-# first. The device waits for the host here, as the host waited for the counts: so the host sorts runs, not rows.
+# Rows lie in runs of one expert, whose lengths are numbers of the table. Each run gets a label, the rank or the expert
+# to sort by, and a stable sort of the labels is both sorts. What comes out goes the same way back: the inverse of the
+# second sort, an exchange, and the places of the first. The device waits here until the host has made the orders, so
+# the host sorts runs, which are few, not rows.
 #
-# A rank without tokens sends and receives nothing, but it comes to every exchange, forward and backward: one that
-# leaves out an exchange of nothing leaves the others waiting (--break leaves-early).
+# A rank without tokens sends and receives no rows, but it comes to every exchange, forward and backward: else the
+# others would wait for it (--break leaves-early).
 #
 # Cost: a rank sends N K rows of D forward, less what stays, and as many outputs back; and the same in backward.
 #     N = 16,384, K = 2, D = 4096, two ranks, bf16: 4 x 134 MB, 0.4 ms each at 330 GB/s
@@ -742,7 +748,7 @@ def owners(E, n):
 
 
 def at_home(loads, n):
-    """Plain expert parallelism. loads (E,) rows of each expert -> plan (n, E), how many of them each rank computes."""
+    """Plain expert parallelism: loads (E,) -> plan (n, E), in which each expert's rows are computed by its owner."""
     plan = np.zeros((n, len(loads)), np.int64)
     plan[owners(len(loads), n), np.arange(len(loads))] = loads
     return plan
@@ -751,46 +757,47 @@ def at_home(loads, n):
 def table(counts, plan):
     """counts (n, E) rows of each expert that each rank has, plan (n, E) that each computes -> rows (n, n, E).
 
-    Where a rank computes an expert it takes its own rows first: those need not travel. What is left of an expert's rows
-    lies on a line, by source, and so does what is left to compute, by rank. Source s and rank d have in common what
-    their pieces of the line overlap:
-                   source 0        source 1
-        have     |---------------|-----------|                     rows[0, 2] = 5, rows[0, 3] = 10,
-        room     |-----|----------------|----|                     rows[1, 3] = 7, rows[1, 4] = 5
-                 rank 2      rank 3      rank 4
+    A rank computes its own rows of an expert first: those need not travel. What is left of them lies on a line, source
+    by source, and what is left to compute lies on another, rank by rank. Source s sends to rank d what their pieces
+    have in common:
+                  source 0       source 1
+        left     |--------------|-----------|                      rows[0, 2] = 5, rows[0, 3] = 10,
+        room     |----|----------------|----|                      rows[1, 3] = 7, rows[1, 4] = 5
+                 rank 2     rank 3     rank 4
     """
     kept = np.minimum(counts, plan)  # (n, E)
     left, room = counts - kept, plan - kept
-    have, filled = left.cumsum(0), room.cumsum(0)  # where the pieces end
-    rows = np.minimum(have[:, None], filled) - np.maximum((have - left)[:, None], filled - room)
+    left_end, room_end = left.cumsum(0), room.cumsum(0)
+    rows = np.minimum(left_end[:, None], room_end) - np.maximum((left_end - left)[:, None], room_end - room)
     rows = rows.clip(0)  # (n, n, E)
     rows[np.arange(len(plan)), np.arange(len(plan))] += kept
     return rows
 
 
 def to_device(numbers, device):
-    """A tensor of these numbers. From pinned memory, so that the host goes on at once; else it would wait for all that
-    the device has to do."""
+    """A tensor of these numbers. They are copied from pinned memory: from any other the host would wait for all that
+    the device has still to do."""
     numbers = torch.as_tensor(numbers)
     return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers
 
 
 def sorted_by(labels, lengths):
-    """Rows lie in runs of these lengths (A, B), each with a label (B,), the same for all A: the order (R,) int64 that
-    sorts rows by label, and leaves those of one label as they lie. Runs are sorted, and then their rows listed."""
+    """Rows lie in runs, run (a, b) after run (a, b - 1), of lengths (A, B), with the labels (B,) whatever a is: the
+    order (R,) int64 that sorts rows by label, and leaves those of one label as they lie."""
     order = np.broadcast_to(labels, lengths.shape).ravel().argsort(kind="stable")
     starts, lengths = (lengths.ravel().cumsum() - lengths.ravel())[order], lengths.ravel()[order]
     return np.repeat(starts - (lengths.cumsum() - lengths), lengths) + np.arange(lengths.sum())
 
 
-MESSAGE_BLOCKS = 16  # of NCCL's lent matrices: they send as fast as the usual 32, and each takes 36 MiB of memory
+# Thread blocks of the messages that bring lent matrices: as fast as NCCL's usual 32, each of which takes 36 MiB.
+MESSAGE_BLOCKS = 16
 
 
 class ExpertParallel:
-    """What expert_parallel puts into a layer for run_here.
+    """What expert_parallel puts in run_here's place; arguments and results as there.
 
-    policy(loads (E,), n) -> plan (n, E). plan: the last one. wires: a group of the same ranks for what must not wait
-    for the exchange of rows, nor hold it up: matrices that are lent."""
+    policy(loads (E,), n) -> plan (n, E). plan: the last one. wires: another group of the same ranks, for lent matrices
+    (section 6), which must neither wait for the exchange of rows nor hold it up."""
 
     def __init__(self, group, policy):
         self.group, self.policy, self.plan = group, policy, None
@@ -798,14 +805,14 @@ class ExpertParallel:
 
     def __call__(self, x, choice, begin, experts, moe):
         n, me = size(self.group), rank_in(self.group)
-        # The host waits for the device: an exchange of uneven parts wants their sizes.
+        # The host waits for the device here: it has to know how much to send.
         counts = parallel.gather(begin.diff().unsqueeze(0), self.group, 0).cpu().numpy()  # (n, E)
         self.plan = self.policy(counts.sum(0), n)
         rows, computed = table(counts, self.plan), computed_by(me, self.plan)
         give, arriving = rows[me].sum(1).tolist(), rows[:, me].sum(1).tolist()
         ranks = [r for r in range(n) if r != me] + [me]  # as exchange() wants them
-        leave = sorted_by(np.argsort(ranks), rows[me].T)  # an expert's choices lie by rank: those for rank 0 first
-        slots = np.zeros(moe.experts, np.int64)
+        leave = sorted_by(np.argsort(ranks), rows[me].T)  # of an expert's choices the first ones are for rank 0
+        slots = np.zeros(moe.experts, np.int64)  # the place of an expert among those that are computed here
         slots[np.concatenate(computed)] = np.arange(sum(map(len, computed)))
         arrive = sorted_by(slots, rows[ranks, me])  # own experts first, then borrowed ones
         back = np.empty_like(arrive)
@@ -824,7 +831,7 @@ class ExpertParallel:
 
 @functools.cache
 def twin(group):
-    """Another group of the same ranks. All of them call it."""
+    """Another group of the same ranks, which all of them make together."""
     if group is None:
         return None
     options = None
@@ -836,12 +843,12 @@ def twin(group):
 
 def expert_parallel(model, group, policy="ep"):
     """Cut the experts of every MoE in the model in place: each rank of the group keeps an equal range. All ranks start
-    from equal weights. policy: "ep", or "llep" (section 6), or a function as in ExpertParallel.
+    from equal weights. policy: "ep", "llep" (section 6), or a function as in ExpertParallel. group None: one rank.
 
     A rank's gradients of its experts are those of all ranks' tokens, and need no further sum; those of all other
-    parameters are of its own tokens. Returns {name: (row, 0)} of each cut weight's first element in the whole:
-    forge()'s `origins`. group None: one rank. ValueError, and nothing changed, on another policy, a model without
-    experts, or if they cannot be shared out equally or were cut before."""
+    parameters are of its own tokens. Returns {name: (row, 0)}, where each cut weight begins in the whole one, for 04's
+    forge(). ValueError, and nothing changed, on another policy, a model without experts, or if they cannot be shared
+    out equally or were cut before."""
     n, origins, layers = size(group), {}, layers_with_experts(model)
     base.refuse((not callable(policy) and policy not in POLICIES,
                  f"policy is {policy!r}: use one of {', '.join(POLICIES)}"))
@@ -868,18 +875,17 @@ def exchange_bytes(N, K, D, n, itemsize):
 #
 # All rows of a popular expert go to one rank. That rank can lend the expert's weights to ranks that have less to do,
 # and part of the rows goes there; their gradients of the weights come home and are added. An expert's arithmetic over R
-# rows is 12 R D H FLOPs, forward and backward; its weights and their gradients are 4 D H numbers. So a chunk must be
-# large to be worth it (`least` rows).
+# rows is 12 R D H FLOPs, forward and backward; its weights and their gradients are 4 D H numbers. So the part that
+# leaves, a chunk, must be large to be worth it (`least` rows).
 #
 # The plan (2601.17111, its names): experts come in order of load, the heaviest first. A rank's `assigned` are rows that
-# have been given to it, its `pending` are those of its own experts whose turn has not come. Each rank may have
-# `capacity` = the mean load. An expert stays at home as far as there is room, then goes to the least loaded others.
+# have been given to it, its `pending` are those of its own experts whose turn has not come; together they may reach
+# `limit`, the mean load. An expert stays at home as far as there is room, and the rest goes to the least loaded others.
 # Four experts, two ranks, chunks of any size:
-#
-#     loads  e0 70  e1 10 | e2 12  e3 8      capacity 50       assigned    pending
-#                                                                0   0      80   20
+#                                                              assigned    pending
+#     loads  e0 70  e1 10 | e2 12  e3 8      limit 50            0   0      80   20
 #     e0: home has 50 - 0 - 10 = 40; the other 30 go to rank 1  40  30      10   20
-#     e2: stays, 50 - 30 - 8 = 12                               40  42      10    8
+#     e2: stays, home has 50 - 30 - 8 = 12                      40  42      10    8
 #     e1, e3: stay                                              50  50       0    0
 #
 # Without `pending` e0 would keep 50, and then e1 would have to leave: two loans, not one (--break ignore-pending).
@@ -890,24 +896,24 @@ def exchange_bytes(N, K, D, n, itemsize):
 
 
 def least_loaded(loads, n, least=1024, imbalance=1.3):
-    """loads (E,) int64, rows of each expert -> plan (n, E); every rank makes the same. Plain while the fullest rank has
-    less than `imbalance` times the mean. least: fewer rows than that are lent only if they are all that is left of an
-    expert's excess. arXiv 2601.17111."""
+    """loads (E,) int64 -> plan (n, E); every rank makes the same. It is the plain one while the fullest rank has less
+    than `imbalance` times the mean. least: the fewest rows of a chunk, unless it is all that is left of an expert.
+    arXiv 2601.17111."""
     plan, owner = at_home(loads, n), owners(len(loads), n).tolist()
     assigned, pending = [0] * n, plan.sum(1).tolist()  # (n,) rows
     if plan.sum(1).max() < imbalance * loads.sum() / n:
         return plan
-    capacity = math.ceil(loads.sum() / n)
+    limit = math.ceil(loads.sum() / n)
     load_of = lambda r: committed(assigned[r], pending[r])  # noqa: E731
     for e in np.argsort(-loads, kind="stable").tolist():
         home, rest = owner[e], int(loads[e])
         pending[home] -= rest
-        plan[home, e] = kept = min(max(0, capacity - load_of(home)), rest)
+        plan[home, e] = kept = min(max(0, limit - load_of(home)), rest)
         assigned[home] += kept
         rest -= kept
         others = sorted((r for r in range(n) if r != home), key=load_of) if rest else []
         for r in others:
-            chunk = min(rest, capacity - load_of(r))
+            chunk = min(rest, limit - load_of(r))
             if chunk > 0 and (chunk >= least or chunk == rest):
                 plan[r, e] = chunk
                 assigned[r] += chunk
@@ -920,29 +926,31 @@ def least_loaded(loads, n, least=1024, imbalance=1.3):
 
 
 def committed(assigned, pending):
+    """The load that a rank has by now, or will have from its own experts."""
     return assigned + pending
 
 
 POLICIES = {"ep": at_home, "llep": least_loaded}
 
 
-# A loan is four messages between owner and borrower; nobody else takes part. Matrices travel behind the rows, while
-# the experts at home are computed; their gradients go home while the next product is made:
+# A loan is four messages between owner and borrower; nobody else takes part. Matrices are sent after the rows, while
+# each rank computes its own experts; their gradients go home while the next product is made:
 #
-#     borrower    own rows up    borrowed rows up ...   |  dW_down   dhidden     dW_up      dX       own dW is complete
-#     matrices          up --->  down --->              |        <-- dW_down --      <-- dW_up --
-#     owner       own rows up    own rows down    ...   |  dW_down   dhidden     dW_up      dX       adds what came home
+#                 forward                                       | backward
+#     borrower    own rows up       borrowed rows up     down ... | dW_down  dhidden          dW_up  dX
+#     messages    |-- up, down --| from the owner                 |          |-- dW_down --|         |-- dW_up --| home
+#     owner       own rows up       own rows down                 | dW_down  dhidden          dW_up  dX, adds parts
 #
-# Owner and borrower have equal loads, so both come to their messages at the same time. That matters: an NCCL message
-# that waits for its other end occupies multiprocessors. It always takes some, MESSAGE_BLOCKS. A product of as many
-# persistent programs as there are multiprocessors would then end when the message, and after it a whole share of the
-# tiles, is done: it leaves these to the message.
+# Owner and borrower have equal loads, so both come to their messages at about the same time. That matters: an NCCL
+# message occupies MESSAGE_BLOCKS multiprocessors, also while it waits for its other end. A persistent kernel has a
+# program for each multiprocessor; those that found theirs occupied would begin when the message is over, and all would
+# wait for them. So a product beside messages starts that many programs fewer (`spare`).
 
 
 class Loans:
-    """What a rank computes in one pass through a layer's experts, and with whom: weights, its matrices up (E H, D) and
-    down (E D, H) in the dtype of the products; own, Rows of its experts, the first `count` rows; borrowed, Rows of
-    those that it borrows, behind them (None: none).
+    """What a rank computes in one pass through a layer's experts, and with whom. weights: its matrices up (E H, D) and
+    down (E D, H) in the dtype of the products. own: Rows of its experts, which are the first `count` rows; borrowed:
+    Rows of those that it borrows, which come behind (None: none).
 
     lenders: the owner of each borrowed expert; borrowers: (i, rank) for each loan of the i-th own expert; both in the
     order of experts, so that the messages between two ranks match. group: of these messages."""
@@ -954,34 +962,34 @@ class Loans:
         self.arriving, self.returning = [], []  # messages under way, of matrices and of their gradients
 
     def send(self, away, back, kind):
-        """Send each (matrix, rank) of away while receiving into each (matrix, rank) of back; what to wait for."""
+        """Send each (matrix, rank) of away, receive into each of back, counted by kind in `sent`; what to wait for."""
         messages = [dist.P2POp(dist.isend, x, group=self.group, group_peer=rank) for x, rank in away]
         messages += [dist.P2POp(dist.irecv, x, group=self.group, group_peer=rank) for x, rank in back]
         sent[kind] += sum(x.nbytes for x, _ in away)
         return dist.batch_isend_irecv(messages) if messages else []
 
     def lend(self):
-        """Matrices set out to all borrowers, and from all lenders."""
-        own = [w.view(self.own.experts, -1, w.shape[1]) for w in self.weights]  # (E, M, C)
-        lent = [w.new_empty(len(self.lenders), *w.shape[1:]) for w in own]  # (S, M, C)
-        away = [(w[e], rank) for w in own for e, rank in self.borrowers]
+        """Send matrices to all borrowers, receive them from all lenders."""
+        home = [w.view(self.own.experts, -1, w.shape[1]) for w in self.weights]  # (E, M, C)
+        lent = [w.new_empty(len(self.lenders), *w.shape[1:]) for w in home]  # (S, M, C)
+        away = [(w[e], rank) for w in home for e, rank in self.borrowers]
         back = [(matrix, rank) for w in lent for matrix, rank in zip(w, self.lenders, strict=True)]
         self.lent, self.arriving = [w.flatten(0, 1) for w in lent], self.send(away, back, "weights")
 
-    def product(self, x, own, lent, transposed=False):
-        """experts_product over the rows x of own experts; then, when their matrices are here, of borrowed ones."""
-        out = x.new_empty(len(x), own.shape[1] if transposed else len(own) // self.own.experts)
+    def product(self, x, W, lent, transposed=False):
+        """experts_product of own experts' rows with W; then, once they are here, of borrowed experts' with `lent`."""
+        out = x.new_empty(len(x), W.shape[1] if transposed else len(W) // self.own.experts)
         spare = MESSAGE_BLOCKS if self.arriving or self.returning else 0
-        experts_product(x[: self.count], own, self.own, transposed, out=out[: self.count], spare=spare)
-        wait_for(self.arriving)  # and what leaves, whose memory must not be used again before
+        experts_product(x[: self.count], W, self.own, transposed, out=out[: self.count], spare=spare)
+        wait_for(self.arriving)  # and for what leaves: its memory must not be used again before
         if self.lenders:
             spare = MESSAGE_BLOCKS if self.returning else 0
             experts_product(x[self.count :], lent, self.borrowed, transposed, out=out[self.count :], spare=spare)
         return out
 
     def give_back(self, dY, X, dtype):
-        """Make the gradients of borrowed experts and send them home. Returns what comes home, once nothing is
-        `returning` any more: parts (S, M, C), one for each of `borrowers`."""
+        """Send home the gradients of borrowed experts. Returns parts (S, M, C), what comes from each of `borrowers`;
+        they are there when wait_for(self.returning) is over."""
         M, C = dY.shape[1], X.shape[1]
         parts = torch.empty(len(self.borrowers), M, C, dtype=dtype, device=X.device)
         back, away = [(part, rank) for part, (_, rank) in zip(parts, self.borrowers, strict=True)], []
@@ -999,13 +1007,13 @@ def wait_for(messages):
 
 
 def computed_by(me, plan):
-    """The experts that rank `me` computes by a plan (n, E): its own, and those that it borrows."""
+    """The experts that rank `me` computes by a plan (n, E): all of its own, and those that it borrows."""
     own = owners(plan.shape[1], len(plan)) == me
     return np.flatnonzero(own), np.flatnonzero((plan[me] > 0) & ~own)
 
 
 def borrow(plan, me, mine, others, weights, group):
-    """The Loans of rank `me` by a plan (n, E), whose messages are on their way."""
+    """The Loans of rank `me` by a plan (n, E), with its matrices on their way. mine, others: as from computed_by."""
     bounds = [[0, *plan[me, experts].cumsum().tolist()] for experts in (mine, others)]
     begins = to_device(bounds[0] + bounds[1], weights[0].device).split([len(b) for b in bounds])
     own, borrowed = map(Rows, begins, bounds)
@@ -1025,16 +1033,17 @@ def borrow(plan, me, mine, others, weights, group):
 #
 # x and hidden are kept; active is made again, which is R H elements less than autograd would keep.
 #
-# From here on: skip on a first reading. With FORGE (04) backward does not leave dW, it takes the optimizer's step.
-# forge(model) gives a weight a state, whose handle has a phase: idle (dW as usual), armed (take the step), stashing
-# (keep what dW is a product of, for later). Two things are different with experts. A weight is E matrices: 04's factor
-# of its gradient writes any range of its rows, from each expert's rows of dY and X. And dW is complete only when the
-# parts of section 6 have come home: a step before that would drop them, and is taken at the end of backward.
+# Skip on a first reading, up to Gradient, and there what is `forged`. With FORGE (04) backward does not leave dW, it
+# takes the optimizer's step. forge(model) gives a weight a state, and the model a handle, which has a phase: idle (dW
+# as usual), armed (take the step), stashing (keep a factor, that is, what dW is a product of, for later). Two things
+# are different with experts. A weight is E matrices, so its factor writes any range of its rows from several experts'
+# rows of dY and X. And dW is complete only when what borrowers computed has come home: so the step is taken at the end
+# of backward. By then dx has been made, with the weights of forward (--break new-weight).
 
 
 class ExpertFactor(NamedTuple):
-    """04's factor of a gradient (E M, C): of expert e dY_e^T X_e over rows bounds[e] ... bounds[e + 1] of dY (R, M) and
-    X (R, C), and parts (S, M, C), gradients of experts part_of[s] from other ranks."""
+    """04's factor of a gradient (E M, C): of expert e dY_e^T X_e over rows bounds[e] to bounds[e + 1] of dY (R, M) and
+    X (R, C), and parts (S, M, C), what other ranks computed for the gradients of experts part_of[s]."""
 
     dY: torch.Tensor
     X: torch.Tensor
@@ -1048,7 +1057,7 @@ class ExpertFactor(NamedTuple):
         return [forging.Product(self.dY[rows], self.X[rows]), *map(forging.Dense, mine)]
 
     def write(self, state, out, top, add):
-        """out (R, C) = or += the gradient's rows from `top` on."""
+        """out (any number of rows, C) = or += the gradient's rows from `top` on."""
         M, bottom = self.dY.shape[1], top + len(out)
         for e in range(top // M, (bottom - 1) // M + 1):
             first, last = max(top, e * M), min(bottom, (e + 1) * M)
@@ -1057,8 +1066,8 @@ class ExpertFactor(NamedTuple):
 
 
 def step_experts(state, factor):
-    """The armed step of a weight of experts: with Muon of as many whole matrices as a slab holds, at once; else of each
-    expert by itself, fused or in slabs, as 04 plans it."""
+    """The armed step of a weight of experts: with Muon as many whole matrices at a time as a slab (04's buffer for a
+    piece of dW) holds; else each expert by itself, fused or in slabs, as 04 plans it."""
     handle, (M, C) = state.handle, (factor.dY.shape[1], factor.X.shape[1])
     state.check_second()
     state.stepped, plan = True, handle.plan(state, 0)
@@ -1075,8 +1084,8 @@ def step_experts(state, factor):
 
 
 class Gradient:
-    """The gradient of one matrix of all own experts in backward, which may be needed as it is (autograd's), or as a
-    step. weight (E M, C), state: 04's or None; dY (R, M), X (R, C) of own and borrowed experts' rows."""
+    """The gradient of weight (E M, C), own experts' up or down, on its way through backward: made, and borrowers' parts
+    awaited; then finish(). state: 04's, or None; dY (R, M), X (R, C): of own and borrowed experts' rows."""
 
     def __init__(self, weight, state, dY, X, loans):
         self.state, self.loans, own = state, loans, loans.count
@@ -1087,7 +1096,7 @@ class Gradient:
         self.parts = loans.give_back(dY, X, dtype)
 
     def finish(self):
-        """dW (E M, C) with all its parts; or None, and the step is taken, or its factor kept."""
+        """dW (E M, C) with all parts; if it is forged None: the step is taken, or the factor kept."""
         wait_for(self.loans.returning)
         part_of = [i for i, _ in self.loans.borrowers]
         if self.forged:
@@ -1101,8 +1110,8 @@ class Gradient:
 
 
 class _ExpertMLP(torch.autograd.Function):
-    """x (R, D), sorted by expert -> (R, D): down_e(gelu(up_e(x))), by its Loans: own experts' rows first, borrowed
-    experts' behind them. up (E H, D), down (E D, H); states: 04's of both, or None."""
+    """x (R, D), sorted by expert, own ones first, then borrowed ones, as `loans` has them -> (R, D), down_e(gelu(up_e(
+    x))). up (E H, D), down (E D, H); states: 04's of both, or None."""
 
     @staticmethod
     def forward(ctx, x, up, down, loans, states):
@@ -1110,7 +1119,7 @@ class _ExpertMLP(torch.autograd.Function):
         hidden = loans.product(x, loans.weights[0], loans.lent[0])  # (R, H)
         out = loans.product(F.gelu(hidden), loans.weights[1], loans.lent[1])  # (R, D)
         ctx.save_for_backward(x, hidden, up, down, *loans.lent)
-        loans.weights = loans.lent = None
+        loans.weights = loans.lent = None  # ctx keeps the Loans
         return out
 
     @staticmethod
@@ -1134,7 +1143,7 @@ class _ExpertMLP(torch.autograd.Function):
 
 
 def expert_mlp(rows, moe, loans):
-    """rows (R, D) of inputs -> of outputs, by the layer's experts, of whose use 04 has to know."""
+    """rows (R, D) of inputs -> (R, D) of outputs, by the layer's experts. 04 wants to know of each use of a weight."""
     weights, states = (moe.up.weight, moe.down.weight), (moe.up.forged, moe.down.forged)
     out = _ExpertMLP.apply(rows, *weights, loans, states)
     for state, weight in zip(states, weights, strict=True):
@@ -1145,14 +1154,13 @@ def expert_mlp(rows, moe, loans):
 
 # ==== 8. Folding: attention and experts cut the same ranks in different ways ==========================================
 #
-# Attention has a mesh of pp x dp x cp x tp ranks (05). Experts need not follow it: of a stage's dp x cp x tp ranks any
-# ep may share one set of experts, across tp and cp; what is left, edp, are copies whose gradients are summed. So ep is
-# not limited by dp. tp 2, cp 2, dp 2, ep 4:
+# Attention has a mesh of pp x dp x cp x tp ranks: pipeline, data, context and tensor parallelism (05). Experts need not
+# follow it: of a pipeline stage's dp x cp x tp ranks any ep may share one set of experts, across tp and cp. There are
+# edp = dp cp tp / ep such sets, copies whose gradients are summed. So ep is not limited by dp. tp 2, cp 2, dp 2, ep 4:
 #
-#     rank                0   1   2   3   4   5   6   7
-#     attention, tp      [0   1] [2   3] [4   5] [6   7]        a layer's heads are cut over these
-#     experts, ep        [0   1   2   3] [4   5   6   7]        and its experts over those
-#     copies, edp        0 and 4, 1 and 5, 2 and 6, 3 and 7
+#     attention, tp      [0   1] [2   3] [4   5] [6   7]        a layer's heads are cut over these ranks,
+#     experts, ep        [0   1   2   3] [4   5   6   7]        and its experts over these
+#     copies, edp        [0 4] [1 5] [2 6] [3 7]
 
 
 def fold(tp=1, cp=1, dp=1, ep=1, pp=1):
@@ -1177,24 +1185,22 @@ def folded_groups(**sizes):
 
 # ==== 9. Study: do experts specialise? ================================================================================
 #
-# A small GPT sees four kinds of text. Balance is counted in three ways:
+# A small GPT learns four kinds of text, its domains. The loss counts f in three ways:
 #
-#     micro-batch, one domain       each handful of sequences is of one kind and has to use all experts alike: what an
-#                                   expert tells of the kind of text is what the loss forbids
-#     micro-batch, mixed            a handful has one sequence of each kind: it could use the experts alike by giving
-#                                   each kind its own
-#     global batch                  all sequences of a step together
+#     micro-batch, one domain     over four sequences of one kind: it forbids that a kind of text has its own experts
+#     micro-batch, mixed          over one sequence of each kind: it can be even though each kind has its own experts
+#     global batch                over all sequences of a step
 #
-# "Bits of domain" is the mutual information of a token's expert and its domain, of at most 2 for four domains. The
-# first is the condition of the paper's claim, and of large runs, whose micro-batch is a sequence or a few: of one
-# document each. The second is the best that a micro-batch's f can be: what is left is that 256 tokens are few to count.
+# "Bits of domain" are what a token's expert tells of its domain: their mutual information, 2 if it tells all apart. The
+# first way is the condition of the paper's claim (2501.11873), and of large runs, whose micro-batch is a sequence or a
+# few, of one document each. The second is the best that a micro-batch's f can be: 256 tokens are still few to count.
 
 DOMAINS = ("source", "documentation", "numbers", "base64")
 
 
 @functools.cache
 def domain_texts():
-    """{domain: bytes (size_,) uint8}: the standard library's source without its documentation strings, those strings,
+    """{domain: 2^18 bytes, uint8}: the standard library's source without its documentation strings, those strings,
     decimal numbers, and random bytes in base64."""
     length, generator = 2**18, np.random.default_rng(0)
     source, documentation = [], []
@@ -1214,22 +1220,22 @@ def domain_texts():
 
 
 def batch_of(texts, count, T, generator, mixed=False):
-    """count windows of each text: inputs, targets (texts count, T). One text after the other; mixed: in turn."""
+    """Inputs, targets (texts count, T): `count` windows of each text, text by text; mixed: one of each text in turn."""
     windows = torch.stack([low_comm.windows(text, generator, count, T) for text in texts])  # (texts, count, T + 1)
     rows = (windows.transpose(0, 1) if mixed else windows).flatten(0, 1)
     return rows[:, :-1], rows[:, 1:]
 
 
 def mutual_information(counts):
-    """(domains, E) -> bits that a token's expert tells of its domain; 2 for four domains told apart."""
+    """counts (domains, E) -> bits that a token's expert tells of its domain."""
     p = counts.double() / counts.sum()
     independent = p.sum(1, keepdim=True) * p.sum(0, keepdim=True)
     return (p * (p / independent).log2()).nan_to_num(0).sum().item()
 
 
 class Found(NamedTuple):
-    """Of a run of the study, on text that it was not trained on: nats a byte; bits of mutual information and
-    max_violation, means over layers; and its parameters."""
+    """Of a run of the study, on text that it was not trained on: nats a byte; bits of domain and max_violation, means
+    over layers; and its number of parameters."""
 
     loss: float
     bits: float
@@ -1238,18 +1244,18 @@ class Found(NamedTuple):
 
 
 def micro_loss(balance, count):
-    """The mean over `count` micro-batches, which went through the model as one, of Switch's loss, each with its f."""
+    """The mean of the balance losses of `count` micro-batches, each with its own f, that the model had as one batch."""
     total = 0.0
     for layer in balance.layers:
-        scores, experts = (x.chunk(count) for x in (layer.routing.scores, layer.routing.experts))
-        total += sum(balance_loss(s, counts_of(e, layer.experts)) for s, e in zip(scores, experts, strict=True))
+        scores, experts = (x.unflatten(0, (count, -1)) for x in (layer.routing.scores, layer.routing.experts))
+        total += balance_loss(scores, counts_of(experts, layer.experts))  # a sum over the micro-batches
     return balance.coefficient * total / count
 
 
 def train_on_domains(kind, seed, steps, device, **options):
     """Train a small GPT with experts on four domains, four windows of each a step; a Found. kind: Balance's, but
-    "micro" over micro-batches of four windows of one domain each, "mixed" of one window of each. Either way they
-    go through the model as one batch, so that all kinds see the same numbers."""
+    "micro" with four micro-batches of one domain each, "mixed" with four of a window of each. These go through the
+    model as one batch, so that all kinds see the same numbers. options: with_experts()'s."""
     torch.manual_seed(seed)
     T = 64
     model = with_experts(base.GPT(base.GPTConfig(256, T, 2, 4, 64)), **options).to(device)
