@@ -101,13 +101,13 @@ def written_out(x, router, up, down, top_k, kept=None):
     rows = []
     for n, token in enumerate(x):
         scores = (router @ token).softmax(0)  # (E,)
-        worth, best = scores.topk(top_k)  # (K,)
+        w, best = scores.topk(top_k)  # (K,)
         if top_k > 1:
-            worth = worth / worth.sum()
+            w = w / w.sum()
         rows.append(0 * token)
         for k, e in enumerate(best.tolist()):
             if kept is None or kept[n, k]:
-                rows[n] = rows[n] + worth[k] * (down[e] @ F.gelu(up[e] @ token))
+                rows[n] = rows[n] + w[k] * (down[e] @ F.gelu(up[e] @ token))
     return torch.stack(rows)
 
 
@@ -121,8 +121,7 @@ class Routing(NamedTuple):
 
 
 def route(logits, top_k, bias=None):
-    """The Routing of logits (N, E) fp32 or fp64. bias (E,) is added to the scores that experts are chosen by, not to
-    those that weights are made of."""
+    """The Routing of logits (N, E) fp32 or fp64. bias (E,): added where experts are chosen, not in their weights."""
     scores = logits.softmax(-1)  # (N, E)
     ranked = scores.detach() if bias is None else scores.detach() + bias
     experts = ranked.topk(top_k, -1).indices  # (N, K)
@@ -224,16 +223,16 @@ class Balance:
     kind "global", "micro": balance_loss with f over that batch, times `coefficient`; "bias": no such loss, but step()
     moves each layer's bias by `rate`; "none": neither. All add z times z_loss. With several micro-batches a step, the
     global f is that of those so far: the exact one is known after the last, when the others' backward passes are over.
-    group: the ranks whose tokens make the global batch; all of them make the same calls. ValueError on another kind, a
-    bias of 16 bits, and a model without experts."""
+    group: the ranks whose tokens make the global batch; all of them make the same calls. ValueError on another kind,
+    "bias" in 16 bits, and a model without experts."""
 
     KINDS = ("global", "micro", "bias", "none")
 
     def __init__(self, model, kind="global", group=None, coefficient=1e-2, z=1e-3, rate=1e-3):
         self.layers = layers_with_experts(model)
-        narrow = self.layers[0].bias.dtype
+        dtype = self.layers[0].bias.dtype
         base.refuse((kind not in self.KINDS, f"kind is {kind!r}: use one of {', '.join(self.KINDS)}"),
-                    (kind == "bias" and narrow.itemsize < 4, f"kind is 'bias', but biases are {narrow}, which lose "
+                    (kind == "bias" and dtype.itemsize < 4, f"kind is 'bias', but biases are {dtype}, which lose "
                      f"steps of {rate}: keep the model in fp32"))
         self.kind, self.group, self.coefficient, self.z, self.rate = kind, group, coefficient, z, rate
         self.seen = None  # (layers, E) choices of the step so far, of all ranks
@@ -273,8 +272,7 @@ class Balance:
 #                                                             expert_mlp(), down_e(gelu(up_e(row))): sections 4 and 7
 #     combine     y[n] = sum_k w[n, k] row[place[n, k]]       section 4
 #
-# All experts' up matrices lie one below the other in one parameter, and so do their down matrices: the experts of a
-# rank are a range of its rows.
+# The matrices of all experts lie one below the other in one parameter: the experts of a rank are a range of its rows.
 #
 # BigMac (2502.16927) asks why rows travel at width D. It narrows them to d before they are sent and widens what comes
 # back: 2 D d weights more a layer, for d / D of the bytes, and experts that work at width d.
@@ -306,8 +304,8 @@ class MoE(nn.Module):
 
     Parameters router (E, D), up.weight (E hidden, D), down.weight (E D, hidden); buffer bias (E,), Balance's. capacity:
     how many times its fair share of this rank's choices an expert takes, before it drops them; None: all. bottleneck:
-    BigMac's d, below D. After a forward pass with gradients, take_routing() gives its Routing, once; dropped: the share
-    of choices that the last pass dropped. ValueError on what does not fit."""
+    BigMac's d, below D, and then the width of up and down. After a forward pass with gradients, take_routing() gives
+    its Routing, once; dropped: the share of choices that the last pass dropped. ValueError on what does not fit."""
 
     def __init__(self, dim, hidden, experts, top_k=2, capacity=None, bottleneck=None):
         super().__init__()
@@ -406,7 +404,7 @@ class GPTConfig(base.GPTConfig):
 
 
 def activation_change(config, tokens, autocast):
-    """Bytes that the layers keep for backward, less those of dense ones (01's activation_bytes). Instead of 8 D numbers
+    """Bytes that layers without a bottleneck keep for backward, less those of dense ones (01). Instead of 8 D numbers
     a token: K rows before, within and after an expert; logits and scores in fp32; four 64-bit numbers a choice. Under
     autocast the router's input in 32 bits, not 16, and no copies of the matrices: backward makes the experts' again."""
     D, K, E, width = config.dim, config.top_k, config.experts, 2 if autocast else 4
@@ -415,15 +413,15 @@ def activation_change(config, tokens, autocast):
 
 
 def with_experts(model, **options):
-    """Replace the MLPs of a GPT of 01 in place by experts with new random weights, before any cut; its config becomes a
-    GPTConfig. options: fields of that, where the model's config has none or others. Returns the model. ValueError, and
-    nothing changed, on what MoE refuses, and on a model that has experts already."""
+    """Put experts with new random weights in place of the MLPs of a GPT of 01, before any cut. options: fields of its
+    config, which becomes a GPTConfig. Returns the model. ValueError, and nothing changed, on what MoE refuses, and on a
+    model with experts."""
     base.refuse((any(not hasattr(block, "up") for block in model.blocks), "the model has experts already"))
     config = model.config if isinstance(model.config, GPTConfig) else GPTConfig(**vars(model.config))
     config = dataclasses.replace(config, **options)
     moes = []
     for block in model.blocks:
-        like = block.norm2.weight  # of the model's device and dtype, also where matrices have no memory yet (train.py)
+        like = block.norm2.weight  # has the model's device and dtype, even where matrices have no memory yet (train.py)
         with like.device:
             moes.append(MoE(config.dim, config.width(), config.experts, config.top_k,
                             bottleneck=config.bottleneck or None).to(like.dtype))
@@ -507,8 +505,7 @@ class Rows:
         return [(e, slice(*span)) for e, span in enumerate(itertools.pairwise(self.bounds))]
 
     def tiles(self, R, block):
-        """Tiles of `block` rows, R rows in all: made on the host if it knows the bounds, else on the device, so that
-        the host never waits for them."""
+        """Tiles of `block` rows, R rows in all; made on the host if it knows the bounds, else on the device."""
         if block not in self.tables:
             begin = torch.tensor(self.on_host) if self.on_host else self.begin
             tiles = (begin.diff() + block - 1) // block  # (E,)
@@ -516,8 +513,8 @@ class Rows:
             index = torch.arange(R // block + len(tiles), device=begin.device)  # each expert adds a tile at most
             expert = torch.searchsorted(ends, index, right=True).clamp(max=len(tiles) - 1)
             row = begin[expert] + (index - (ends - tiles)[expert]) * block
-            table = torch.stack((expert, row, begin[expert + 1], ends[-1].expand_as(row))).int()
-            self.tables[block] = Tiles(*table.to(self.begin.device, non_blocking=True))
+            columns = torch.stack((expert, row, begin[expert + 1], ends[-1].expand_as(row))).int()
+            self.tables[block] = Tiles(*columns.to(self.begin.device, non_blocking=True))
         return self.tables[block]
 
 
@@ -568,9 +565,9 @@ def experts_product(x, W, rows, transposed=False, backend="auto", out=None, spar
     out = x.new_empty(len(x), M) if out is None else out
     large = backend == "auto" and 2 * len(x) * M * C >= LOOP_FROM * E
     if choose_backend(x, W, backend) == "torch" or large:
-        matrices = W.view(E, -1, W.shape[1])
+        W = W.view(E, -1, W.shape[1])
         for e, span in rows.spans():
-            torch.mm(x[span], matrices[e] if transposed else matrices[e].T, out=out[span])
+            torch.mm(x[span], W[e] if transposed else W[e].T, out=out[span])
         return out
     options = TILES["16-bit" if x.element_size() == 2 else "32-bit"]
     # A tile across the end of an expert's matrix would multiply the next one's weights by 0: NaN if they are infinite.
@@ -641,8 +638,7 @@ def dots_kernel(source, index, dy, out, D, K: tl.constexpr, BLOCK: tl.constexpr)
 
 
 def gather_rows(source, index, weights=None, backend="auto"):
-    """source (S, D), index (N, K) int64, weights (N, K) fp32 or None -> (N, D) in source's dtype: sum over k of
-    weights[n, k] source[index[n, k]], where an index of -1 adds nothing."""
+    """source (S, D), index (N, K) int64, weights (N, K) fp32 or None -> (N, D) in source's dtype, as gather_kernel."""
     (N, K), D = index.shape, source.shape[1]
     if choose_backend(source, source, backend) == "triton" and N:
         source, out = source.contiguous(), source.new_empty(N, D)
@@ -775,8 +771,7 @@ def table(counts, plan):
 
 
 def to_device(numbers, device):
-    """A tensor of these numbers. They are copied from pinned memory: from any other the host would wait for all that
-    the device has still to do."""
+    """A tensor of these numbers; from pinned memory, or the host would wait for all that the device has still to do."""
     numbers = torch.as_tensor(numbers)
     return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers
 
@@ -789,8 +784,7 @@ def sorted_by(labels, lengths):
     return np.repeat(starts - (lengths.cumsum() - lengths), lengths) + np.arange(lengths.sum())
 
 
-# Thread blocks of the messages that bring lent matrices: as fast as NCCL's usual 32, each of which takes 36 MiB.
-MESSAGE_BLOCKS = 16
+MESSAGE_BLOCKS = 16  # thread blocks of a loan's messages: as fast as NCCL's usual 32, each of which takes 36 MiB
 
 
 class ExpertParallel:
@@ -837,7 +831,8 @@ def twin(group):
     options = None
     if dist.get_backend(group) == "nccl":
         options = dist.ProcessGroupNCCL.Options()
-        options.config.max_ctas, options.config.cga_cluster_size = MESSAGE_BLOCKS, 1  # any that are free, not 4 at once
+        options.config.max_ctas = MESSAGE_BLOCKS
+        options.config.cga_cluster_size = 1  # on any multiprocessors that are free, not on 4 neighbours
     return dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True, pg_options=options)
 
 
@@ -1187,7 +1182,7 @@ def folded_groups(**sizes):
 #
 # A small GPT learns four kinds of text, its domains. The loss counts f in three ways:
 #
-#     micro-batch, one domain     over four sequences of one kind: it forbids that a kind of text has its own experts
+#     micro-batch, one domain     over four sequences of one kind: it forbids each kind of text experts of its own
 #     micro-batch, mixed          over one sequence of each kind: it can be even though each kind has its own experts
 #     global batch                over all sequences of a step
 #
