@@ -487,17 +487,11 @@ class Rows:
 
     def __init__(self, begin, bounds=None):
         self.begin, self.experts, self.on_host, self.tables = begin, len(begin) - 1, bounds, {}
-        if bounds is None:
-            self.copy, self.copied = begin.to("cpu", non_blocking=True), torch.cuda.Event() if begin.is_cuda else None
-            if self.copied:
-                self.copied.record()
+        self.coming = filtering.Readback(begin) if bounds is None else None
 
     @property
     def bounds(self):
-        if self.on_host is None:
-            if self.copied:
-                self.copied.synchronize()
-            self.on_host = self.copy.tolist()
+        self.on_host = self.on_host or self.coming.read()
         return self.on_host
 
     def spans(self):
