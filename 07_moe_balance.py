@@ -240,8 +240,7 @@ class Balance:
     def loss(self):
         """A scalar, the sum over layers of each one's mean over the tokens of its last forward pass, on this rank.
         ValueError if there was none since the last call."""
-        routings = [layer.take_routing() for layer in self.layers]
-        # Of all layers at once: fewer kernels, larger ones.
+        routings = [layer.take_routing() for layer in self.layers]  # stacked: fewer kernels, larger ones
         logits, scores, experts, _ = map(torch.stack, zip(*routings, strict=True))  # (layers, N, E), (layers, N, K)
         counts = counts_of(experts, scores.shape[-1])  # (layers, E)
         everywhere = global_counts(counts, self.group)
@@ -287,8 +286,7 @@ def recording():
 
 
 class Experts(nn.Module):
-    """One matrix (M, C) of each of E experts, one below the other: weight (E M, C). `forged`: 04's state of it, once
-    there is one, which takes its step as that of E matrices."""
+    """One matrix (M, C) of each of E experts, one below the other: weight (E M, C). forged: 04's state, or None."""
 
     forged = None
 
@@ -345,8 +343,7 @@ class MoE(nn.Module):
 
     def take_routing(self):
         """The Routing of the last forward pass that counted. ValueError if there was none since."""
-        base.refuse((self.routing is None, "no forward pass with gradients since the last call: call it once after "
-                     "each"))
+        base.refuse((self.routing is None, "no forward pass with gradients since the last call: call once after each"))
         routing, self.routing = self.routing, None
         return routing
 
@@ -716,7 +713,7 @@ def take(x, choice, place):
 #             rank 1    2  1 |  2  1               of rank 1    2 1 0 0          0 0 2 1
 #
 #     rank 0's choices, sorted by expert          e0 e0 e0 e1 e3 e3
-#     sorted by the rank they go to, own last     e3 e3 | e0 e0 e0 e1         leave   4 5 0 1 2 3    as exchange() wants
+#     sorted by the rank they go to, own last     e3 e3 | e0 e0 e0 e1         leave   4 5 0 1 2 3
 #     what rank 0 has after the exchange          e0 e0 e1 | e0 e0 e0 e1      of rank 1, and its own
 #     sorted by expert, to be computed            e0 e0 e0 e0 e0 e1 e1        arrive  0 1 3 4 5 2 6
 #
@@ -798,7 +795,7 @@ class ExpertParallel:
         self.plan = self.policy(counts.sum(0), n)
         rows, computed = table(counts, self.plan), computed_by(me, self.plan)
         give, arriving = rows[me].sum(1).tolist(), rows[:, me].sum(1).tolist()
-        ranks = [r for r in range(n) if r != me] + [me]  # as exchange() wants them
+        ranks = [r for r in range(n) if r != me] + [me]  # 05's exchange() wants what stays here last
         leave = sorted_by(np.argsort(ranks), rows[me].T)  # of an expert's choices the first ones are for rank 0
         slots = np.zeros(moe.experts, np.int64)  # the place of an expert among those that are computed here
         slots[np.concatenate(computed)] = np.arange(sum(map(len, computed)))
@@ -855,8 +852,7 @@ def expert_parallel(model, group, policy="ep"):
 
 
 def exchange_bytes(N, K, D, n, itemsize):
-    """Bytes that a rank sends forward, for N tokens with even routing: rows for the other ranks' experts, and as many
-    outputs back. Backward: as much again."""
+    """Bytes that a rank of N tokens sends forward, with even routing: rows, and as many outputs. Backward: as many."""
     return 2 * N * K * D * itemsize * (n - 1) // n
 
 
@@ -931,7 +927,7 @@ POLICIES = {"ep": at_home, "llep": least_loaded}
 #     owner       own rows up       own rows down                 | dW_down  dhidden          dW_up  dX, adds parts
 #
 # Owner and borrower have equal loads, so both come to their messages at about the same time. That matters: an NCCL
-# message occupies MESSAGE_BLOCKS multiprocessors, also while it waits for its other end. A persistent kernel has a
+# message occupies MESSAGE_BLOCKS multiprocessors, also while it waits for its other end. A persistent kernel (02) has a
 # program for each multiprocessor; those that found theirs occupied would begin when the message is over, and all would
 # wait for them. So a product beside messages starts that many programs fewer (`spare`).
 
@@ -1099,8 +1095,8 @@ class Gradient:
 
 
 class _ExpertMLP(torch.autograd.Function):
-    """x (R, D), sorted by expert, own ones first, then borrowed ones, as `loans` has them -> (R, D), down_e(gelu(up_e(
-    x))). up (E H, D), down (E D, H); states: 04's of both, or None."""
+    """x (R, D), rows of own experts, then of borrowed ones (`loans`) -> (R, D), down_e(gelu(up_e(x))). up (E H, D),
+    down (E D, H); states: 04's of both, or None."""
 
     @staticmethod
     def forward(ctx, x, up, down, loans, states):
@@ -1223,8 +1219,7 @@ def mutual_information(counts):
 
 
 class Found(NamedTuple):
-    """Of a run of the study, on text that it was not trained on: nats a byte; bits of domain and max_violation, means
-    over layers; and its number of parameters."""
+    """On text that a model was not trained on: nats a byte; bits of domain, max_violation, means over layers."""
 
     loss: float
     bits: float
