@@ -882,8 +882,8 @@ def exchange_bytes(N, K, D, n, itemsize):
 
 def least_loaded(loads, n, least=1024, imbalance=1.3):
     """loads (E,) int64 -> plan (n, E); every rank makes the same. It is the plain one while the fullest rank has less
-    than `imbalance` times the mean. least: the fewest rows of a chunk, unless it is all that is left of an expert.
-    arXiv 2601.17111."""
+    than `imbalance` times the mean. least: the fewest rows of a chunk, unless it is all that is left of an expert, 1 or
+    more. arXiv 2601.17111."""
     plan, owner = at_home(loads, n), owners(len(loads), n).tolist()
     assigned, pending = [0] * n, plan.sum(1).tolist()  # (n,) rows
     if plan.sum(1).max() < imbalance * loads.sum() / n:
@@ -899,11 +899,11 @@ def least_loaded(loads, n, least=1024, imbalance=1.3):
         others = sorted((r for r in range(n) if r != home), key=load_of) if rest else []
         for r in others:
             chunk = min(rest, limit - load_of(r))
-            if chunk > 0 and (chunk >= least or chunk == rest):
+            if chunk >= least:
                 plan[r, e] = chunk
                 assigned[r] += chunk
                 rest -= chunk
-        if rest:  # it fits nowhere
+        if rest:  # it fits nowhere, or is too small a chunk
             r = min(others, key=load_of)
             plan[r, e] += rest
             assigned[r] += rest
@@ -1524,12 +1524,12 @@ def check_balance():
 
 # 128 experts on 8 GPUs, one of them hot: its share of the tokens, and the paper's measured speed-up of the layer.
 PUBLISHED = {0.3: 2.41, 0.5: 3.48, 0.8: 5.26, 0.95: 6.11}
-# Plans by hand: (loads, ranks, least, plan). The first is section 6's. In the others expert 0 keeps the mean, 45, and
-# 55 rows go first to rank 2, which has least to do. Where only 20 or more may be lent, 20 are left that fit nowhere:
-# rank 3 has to take them, and of its own expert's 30, the next, 5 leave: all that is left of an excess may be small.
+# Plans by hand: (loads, ranks, least, plan). The first is section 6's. In the second, 25 of the 35 rows that leave
+# expert 0 go first to rank 3, which has nothing to do, and expert 1's find room on rank 2. In the last, 55 leave expert
+# 0, and where only 20 or more may be lent, 20 fit nowhere: rank 3 has to take them, and 5 of its own expert's 30 leave.
 BY_HAND = [
     ((70, 10, 12, 8), 2, 1, [[40, 10, 0, 0], [30, 0, 12, 8]]),
-    ((100, 40, 10, 30), 4, 10, [[45, 0, 0, 0], [5, 40, 0, 0], [35, 0, 10, 0], [15, 0, 0, 30]]),
+    ((60, 36, 4, 0), 4, 1, [[25, 0, 0, 0], [0, 25, 0, 0], [10, 11, 4, 0], [25, 0, 0, 0]]),
     ((100, 40, 10, 30), 4, 20, [[45, 0, 0, 0], [0, 40, 0, 5], [35, 0, 10, 0], [20, 0, 0, 25]]),
 ]
 
