@@ -57,8 +57,11 @@ import functools
 import importlib
 import itertools
 import math
+import multiprocessing
+import os
 import statistics
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
@@ -1236,20 +1239,20 @@ def micro_loss(balance, count):
     return balance.coefficient * total / count
 
 
-def train_on_domains(kind, seed, steps, device, **options):
+def train_on_domains(kind, seed, steps, options):
     """Train a small GPT with experts on four domains, four windows of each a step; a Found. kind: Balance's, but
     "micro" with four micro-batches of one domain each, "mixed" with four of a window of each. These go through the
     model as one batch, so that all kinds see the same numbers. options: with_experts()'s."""
     torch.manual_seed(seed)
     T = 64
-    model = with_experts(base.GPT(base.GPTConfig(256, T, 2, 4, 64)), **options).to(device)
+    model = with_experts(base.GPT(base.GPTConfig(256, T, 2, 4, 64)), **options)
     balance = Balance(model, "none" if kind in ("micro", "mixed") else kind, coefficient=3e-2, rate=1e-2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95))
     texts, generator = list(domain_texts().values()), np.random.default_rng(seed)
     train, held_out = [text[: len(text) * 3 // 4] for text in texts], [text[len(text) * 3 // 4 :] for text in texts]
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = 3e-3 * min(1, (step + 1) / 20, (steps - step) / (steps / 2))
-        x, y = (part.to(device) for part in batch_of(train, 4, T, generator, kind == "mixed"))
+        x, y = batch_of(train, 4, T, generator, kind == "mixed")
         loss = cce.linear_cross_entropy(model(x), model.classifier, y)
         if kind in ("micro", "mixed"):
             loss = loss + micro_loss(balance, len(texts))
@@ -1257,7 +1260,7 @@ def train_on_domains(kind, seed, steps, device, **options):
         optimizer.step()
         optimizer.zero_grad()
         balance.step()
-    x, y = (part.to(device) for part in batch_of(held_out, 64, T, np.random.default_rng(1)))
+    x, y = batch_of(held_out, 64, T, np.random.default_rng(1))
     loss = cce.linear_cross_entropy(model(x), model.classifier, y).item()  # with gradients, so that routings are kept
     tables = []
     for layer in balance.layers:
@@ -1770,6 +1773,18 @@ def measure_bytes(N=64, D=32, H=48, d=8, b=4):
     return rows
 
 
+def in_turn(ways, rounds=5, calls=4):
+    """{way: milliseconds a call}, the median of rounds in which each way has its turn, several calls in a row: clocks
+    drift, and the host launches ahead of the device."""
+    times = {name: [] for name in ways}
+    for way in ways.values():
+        way()
+    for _, (name, way) in itertools.product(range(rounds), ways.items()):
+        several = lambda way=way: [way() for _ in range(calls)]  # noqa: E731
+        times[name].append(base.bench(several, "cuda", warmup=0, runs=2).median / calls)
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
 HOT = [(None, 0), (0.5, 1), (0.8, 1), (0.8, 8), (0.95, 1), (0.95, 8)]  # share of the choices on so many experts
 POLICY_TABLE = """GPUs, 32 experts of 4096 x H, 16384 tokens a rank, top 2, bf16; hot ones on rank 0
      H   choices, on   ratio   EP ms   LLEP ms   speed-up   of the ratio   peak memory"""
@@ -1785,14 +1800,19 @@ def measure_policies(H, D=4096, E=32, N=16384, K=2):
         moe, x, dy = MoE(D, H, E, K).bfloat16(), torch.randn(N, D).bfloat16(), torch.randn(N, D).bfloat16()
     expert_parallel(moe, group, "llep")
     leaves = x.requires_grad_(), moe.up.weight, moe.down.weight
+    largest = lambda number: parallel.all_reduce(  # noqa: E731
+        torch.tensor(float(number), device=here()), group, dist.ReduceOp.MAX).item()
     for share, hot in HOT:
         routing, times, peaks = made_up_routing(N, K, E, share, hot), [], []
-        step = lambda routing=routing: torch.autograd.grad(moe.mix(x, routing), leaves, dy)  # noqa: E731
-        for policy in POLICIES.values():
+
+        def step(policy, routing=routing):
             moe.exchange.policy = policy
-            times.append(parallel.timed(step))
-            peak = torch.tensor(base.peak_bytes(step, here()), device=here())
-            peaks.append(parallel.all_reduce(peak, group, dist.ReduceOp.MAX).item())
+            return torch.autograd.grad(moe.mix(x, routing), leaves, dy)
+
+        ways = {name: functools.partial(step, policy) for name, policy in POLICIES.items()}
+        for name, time in in_turn(ways, rounds=3).items():
+            times.append(largest(time))
+            peaks.append(largest(base.peak_bytes(ways[name], here())))
         loads = moe.exchange.plan.sum(0)
         ratio = at_home(loads, n).sum(1).max() / (loads.sum() / n)
         gain, label = times[0] / times[1], "even" if share is None else f"{share:.0%} on {hot}"
@@ -1842,18 +1862,6 @@ def products_of(R, M, C, E, loads):
     }
 
 
-def in_turn(ways, rounds=5, calls=4):
-    """{way: milliseconds a call}, the median of rounds in which each way has its turn, several calls in a row: clocks
-    drift, and the host launches ahead of the device."""
-    times = {name: [] for name in ways}
-    for way in ways.values():
-        way()
-    for _, (name, way) in itertools.product(range(rounds), ways.items()):
-        several = lambda way=way: [way() for _ in range(calls)]  # noqa: E731
-        times[name].append(base.bench(several, "cuda", warmup=0, runs=2).median / calls)
-    return {name: statistics.median(found) for name, found in times.items()}
-
-
 def measure_products(ledger):
     """TFLOP/s of the products over all experts: one launch, the loop, torch's grouped_mm, and one dense product of as
     many FLOPs; on the way forward, for dX and for dW."""
@@ -1885,16 +1893,19 @@ STUDY = {"no balance": ("none", {}), "micro-batch, one domain": ("micro", {}), "
          "  BigMac, global batch": ("global", dict(bottleneck=16, hidden=248))}
 
 
-def print_study(ledger, device, names, seeds, steps):
+def print_study(ledger, names, seeds, steps):
     """Loss and specialisation by kind of balance, and BigMac's layer beside one of as many parameters."""
     print(f"\nstudy: 8 experts, top 2, 2 layers, {steps} steps of 4 x 4 windows, seeds {', '.join(map(str, seeds))}; "
           f"text: {', '.join(DOMAINS)}")
     bits, line = {}, "{:<26}{:>18}{:>18}{:>8}{:>12}"
     print(line.format("balance", "nats a byte", "bits of domain", "MaxVio", "parameters"))
+    jobs = [(STUDY[name][0], seed, steps, STUDY[name][1]) for name in names for seed in seeds]
+    # A core each: so small a model keeps no GPU busy.
+    with ProcessPoolExecutor(min(len(jobs), os.cpu_count()), multiprocessing.get_context("spawn"),
+                             torch.set_num_threads, (1,)) as pool:
+        runs = pool.map(train_on_domains, *zip(*jobs, strict=True))
     for name in names:
-        kind, options = STUDY[name]
-        losses, found, uneven, parameters = zip(
-            *(train_on_domains(kind, seed, steps, device, **options) for seed in seeds), strict=True)
+        losses, found, uneven, parameters = zip(*itertools.islice(runs, len(seeds)), strict=True)
         cells = (f"{statistics.mean(values):.3f} +- {statistics.pstdev(values):.3f}" for values in (losses, found))
         print(line.format(name, *cells, f"{statistics.mean(uneven):.2f}", f"{parameters[0]:,}"))
         bits[name] = statistics.mean(found)
@@ -1917,7 +1928,7 @@ def body(device, ledger, args):
     if lines:
         print("", f"{args.ranks} {POLICY_TABLE}", *lines, sep="\n")
     short = ["micro-batch, one domain", "micro-batch, mixed", "global batch"]
-    print_study(ledger, device, *(STUDY, (0, 1, 2), 300) if args.study else (short, (0,), 60))
+    print_study(ledger, *(STUDY, (0, 1, 2), 300) if args.study else (short, (0,), 60))
     for name, error in errors.items():
         if error is not None:
             ledger.row(f"{name}: error", "fp64, against serial", 1e-12, error, "", (0, 1))
