@@ -97,8 +97,7 @@ size, rank_in, shares, sent = parallel.size, parallel.rank_in, parallel.shares, 
 
 
 def written_out(x, router, up, down, top_k, kept=None):
-    """The layer as a sum over tokens: x (N, D), router (E, D), up (E H, D), down (E D, H) -> (N, D). kept (N, K) bool:
-    which choices are not dropped (None: all are kept)."""
+    """x (N, D), router (E, D), up (E H, D), down (E D, H) -> (N, D). kept (N, K) bool: not dropped; None: all."""
     E, D = router.shape
     up, down = up.view(E, -1, D), down.view(E, D, -1)
     rows = []
@@ -355,7 +354,7 @@ def run_here(x, choice, begin, experts, moe):
     """All experts on this rank. x (N, D), choice (R,), begin (E + 1,), experts (N, K) -> rows (R, D) of outputs, and
     choice and place of the order that they are in (here the one that came in)."""
     place, loans = place_of(choice, experts), Loans(matrices(moe, x.dtype), Rows(begin), len(choice))  # none is lent
-    return expert_mlp(take(x, choice, place), moe, loans), choice, place
+    return expert_mlp(_Take.apply(x, choice // experts.shape[1], place), moe, loans), choice, place
 
 
 def matrices(moe, dtype):
@@ -413,9 +412,8 @@ def activation_change(config, tokens, autocast):
 
 
 def with_experts(model, **options):
-    """Put experts with new random weights in place of the MLPs of a GPT of 01, before any cut. options: fields of its
-    config, which becomes a GPTConfig. Returns the model. ValueError, and nothing changed, on what MoE refuses, and on a
-    model with experts."""
+    """Put experts of new random weights in place of the MLPs of 01's GPT, once, before any cut. options: fields of its
+    config, which becomes a GPTConfig. Returns the model. ValueError, and nothing changed, on what MoE refuses."""
     base.refuse((any(not hasattr(block, "up") for block in model.blocks), "the model has experts already"))
     config = model.config if isinstance(model.config, GPTConfig) else GPTConfig(**vars(model.config))
     config = dataclasses.replace(config, **options)
@@ -643,8 +641,6 @@ def gather_rows(source, index, weights=None, backend="auto"):
     rows = rows_at(source, index)  # (N, K, D)
     if weights is not None:
         rows = rows.to(torch.promote_types(source.dtype, torch.float32)) * weights.unsqueeze(-1)
-    elif K == 1:
-        return rows.squeeze(1)
     return rows.sum(1).to(source.dtype)
 
 
@@ -667,7 +663,7 @@ def dot_rows(source, index, dy, backend="auto"):
 
 
 class _Take(torch.autograd.Function):
-    """x (N, D) -> rows x[index] (R, D). place (N, K): the rows that x[n] has become, or -1."""
+    """x (N, D) -> rows x[index] (R, D). place (N, K): the rows that x[n] has become, or -1: index's inverse."""
 
     @staticmethod
     def forward(ctx, x, index, place):
@@ -697,11 +693,6 @@ class _Combine(torch.autograd.Function):
         return drows, dot_rows(rows, place, dy).to(weights.dtype), None, None
 
 
-def take(x, choice, place):
-    """x (N, D) -> a row for each choice (R, D)."""
-    return _Take.apply(x, choice // place.shape[1], place)
-
-
 # ==== 5. Expert parallelism: experts on different ranks, rows travel to them and back =================================
 #
 # Ranks hold equal ranges of the experts, and each has tokens of its own. All know all counts (one gather of E numbers a
@@ -720,10 +711,9 @@ def take(x, choice, place):
 #     what rank 0 has after the exchange          e0 e0 e1 | e0 e0 e0 e1      of rank 1, and its own
 #     sorted by expert, to be computed            e0 e0 e0 e0 e0 e1 e1        arrive  0 1 3 4 5 2 6
 #
-# Rows lie in runs of one expert, whose lengths are numbers of the table. Each run gets a label, the rank or the expert
-# to sort by, and a stable sort of the labels is both sorts. What comes out goes the same way back: the inverse of the
-# second sort, an exchange, and the places of the first. The device waits here until the host has made the orders, so
-# the host sorts runs, which are few, not rows.
+# Rows lie in runs of one expert, whose lengths the table has. Each run gets a label, the rank or the expert to sort by,
+# and the host sorts these: they are fewer than rows, and the device waits for it. What comes out goes the same way
+# back: the inverse of the second sort, an exchange, and the places of the first.
 #
 # A rank without tokens sends and receives no rows, but it comes to every exchange, forward and backward: else the
 # others would wait for it (--break leaves-early).
@@ -810,7 +800,7 @@ class ExpertParallel:
 
         choice = choice[leave]
         place = place_of(choice, experts)
-        arrived = parallel.exchange(take(x, choice, place), give, arriving, self.group)
+        arrived = parallel.exchange(_Take.apply(x, choice // experts.shape[1], place), give, arriving, self.group)
         loans = borrow(self.plan, me, *computed, matrices(moe, x.dtype), self.wires)
         out = expert_mlp(_Take.apply(arrived, arrive, back.unsqueeze(1)), moe, loans)
         out = _Take.apply(out, back, arrive.unsqueeze(1))
@@ -1221,15 +1211,6 @@ def mutual_information(counts):
     return (p * (p / independent).log2()).nan_to_num(0).sum().item()
 
 
-class Found(NamedTuple):
-    """On text that a model was not trained on: nats a byte; bits of domain, max_violation, means over layers."""
-
-    loss: float
-    bits: float
-    violation: float
-    parameters: int
-
-
 def micro_loss(balance, count):
     """The mean of the balance losses of `count` micro-batches, each with its own f, that the model had as one batch."""
     total = 0.0
@@ -1240,12 +1221,13 @@ def micro_loss(balance, count):
 
 
 def train_on_domains(kind, seed, steps, options):
-    """Train a small GPT with experts on four domains, four windows of each a step; a Found. kind: Balance's, but
-    "micro" with four micro-batches of one domain each, "mixed" with four of a window of each. These go through the
-    model as one batch, so that all kinds see the same numbers. options: with_experts()'s."""
+    """Train a small GPT with experts on four domains, four windows of each a step. kind: Balance's, but "micro" with
+    four micro-batches of one domain each, "mixed" with four of a window of each. These go through the model as one
+    batch, so that all kinds see the same numbers. options: with_experts()'s, beside hidden=64. Returns, of text that is
+    not trained on, nats a byte, bits of domain and max_violation, means over layers, and the number of parameters."""
     torch.manual_seed(seed)
     T = 64
-    model = with_experts(base.GPT(base.GPTConfig(256, T, 2, 4, 64)), **options)
+    model = with_experts(base.GPT(base.GPTConfig(256, T, 2, 4, 64)), **dict(hidden=64) | options)
     balance = Balance(model, "none" if kind in ("micro", "mixed") else kind, coefficient=3e-2, rate=1e-2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95))
     texts, generator = list(domain_texts().values()), np.random.default_rng(seed)
@@ -1267,7 +1249,7 @@ def train_on_domains(kind, seed, steps, options):
         experts = layer.take_routing().experts.view(len(texts), -1, layer.top_k)  # (domains, tokens, K)
         tables.append(counts_of(experts, layer.experts))  # (domains, E)
     bits, uneven = map(mutual_information, tables), (max_violation(t.sum(0)).item() for t in tables)
-    return Found(loss, statistics.mean(bits), statistics.mean(uneven), model.config.parameters())
+    return loss, statistics.mean(bits), statistics.mean(uneven), model.config.parameters()
 
 
 # ==== 10. Checks ======================================================================================================
