@@ -1673,7 +1673,8 @@ def check_folding():
     return worst
 
 
-# What can go wrong has gone wrong, somewhere. Most of these bugs run, and learn something.
+# Bugs to plant. All but leaves-early, for which the others wait, run to their end and train something: that it is not
+# what it should be only a comparison tells.
 
 
 def _step_at_once(*arguments, gradient=Gradient):
