@@ -23,8 +23,8 @@ The maths                                N tokens of width D, E experts of H hid
 What is where
     1 the layer, written out, and sorted   2 balance   3 the layer   4 the products of all experts in one launch
     5 expert parallelism: rows travel   6 least-loaded: weights travel   7 the experts' backward pass, and FORGE (04:
-    the optimizer's step inside it)   8 folding: attention and experts cut the same ranks differently   9 a study of
-    what experts learn   10 checks   11 measurements
+    the optimizer's step inside it)   8 folding: attention and experts cut the same ranks differently   9 checks   10 a
+    study of what experts learn   11 measurements
 
 How to use it, from elsewhere (train.py does)
     model = with_experts(base.GPT(GPTConfig(..., experts=8, top_k=2)))      every rank the same weights
@@ -404,10 +404,12 @@ class GPTConfig(base.GPTConfig):
 
 def activation_change(config, tokens, autocast):
     """Bytes that layers without a bottleneck keep for backward, less those of dense ones (01). Instead of 8 D numbers
-    a token: K rows before, within and after an expert; logits and scores in fp32; four 64-bit numbers a choice. Under
-    autocast the router's input in 32 bits, not 16, and no copies of the matrices: backward makes the experts' again."""
+    a token: K rows before, within and after an expert; logits, scores and log-sum-exp in fp32; expert, choice and place
+    in 64 bits and the weight, with K > 1 also as it was, and their sum. Under autocast the router's input in 32 bits,
+    not 16, and no copies of the matrices: backward makes the experts' again."""
     D, K, E, width = config.dim, config.top_k, config.experts, 2 if autocast else 4
-    token = width * (K * (2 * D + config.width()) - 8 * D) + 4 * 2 * E + 8 * 4 * K + (2 * D if autocast else 0)
+    token = width * (K * (2 * D + config.width()) - 8 * D) + 8 * E + 4 + (3 * 8 + 4) * K + (2 * D if autocast else 0)
+    token += 4 * (K + 1) if K > 1 else 0
     return config.layers * (tokens * token - (2 * 8 * D**2 if autocast else 0))
 
 
@@ -711,9 +713,9 @@ class _Combine(torch.autograd.Function):
 #     what rank 0 has after the exchange          e0 e0 e1 | e0 e0 e0 e1      of rank 1, and its own
 #     sorted by expert, to be computed            e0 e0 e0 e0 e0 e1 e1        arrive  0 1 3 4 5 2 6
 #
-# Rows lie in runs of one expert, whose lengths the table has. Each run gets a label, the rank or the expert to sort by,
-# and the host sorts these: they are fewer than rows, and the device waits for it. What comes out goes the same way
-# back: the inverse of the second sort, an exchange, and the places of the first.
+# Rows lie in runs of one expert, whose lengths the table has. Each run gets a label, the rank or the expert to sort by.
+# The host sorts the runs, which are few, as the device has nothing to do meanwhile; the device then lists their rows.
+# What comes out goes the same way back: the inverse of the second sort, an exchange, and the places of the first.
 #
 # A rank without tokens sends and receives no rows, but it comes to every exchange, forward and backward: else the
 # others would wait for it (--break leaves-early).
@@ -760,12 +762,18 @@ def to_device(numbers, device):
     return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers
 
 
-def sorted_by(labels, lengths):
-    """Rows lie in runs, run (a, b) after run (a, b - 1), of lengths (A, B), with the labels (B,) whatever a is: the
-    order (R,) int64 that sorts rows by label, and leaves those of one label as they lie."""
+def sorted_runs(labels, lengths):
+    """Rows lie in runs, run (a, b) after run (a, b - 1), of lengths (A, B), with the labels (B,) whatever a is. Sorts
+    the runs by label, and leaves those of one label as they lie: (2, A B), how far the rows of a run were from where
+    they are then, and its length."""
     order = np.broadcast_to(labels, lengths.shape).ravel().argsort(kind="stable")
     starts, lengths = (lengths.ravel().cumsum() - lengths.ravel())[order], lengths.ravel()[order]
-    return np.repeat(starts - (lengths.cumsum() - lengths), lengths) + np.arange(lengths.sum())
+    return np.stack((starts - (lengths.cumsum() - lengths), lengths))
+
+
+def rows_of(runs, total):
+    """runs (2, A B) of `total` rows, on a device -> the order (R,) int64 that they stand for."""
+    return torch.repeat_interleave(*runs, output_size=total) + torch.arange(total, device=runs.device)
 
 
 MESSAGE_BLOCKS = 16  # thread blocks of a loan's messages: as fast as NCCL's usual 32, each of which takes 36 MiB
@@ -789,21 +797,20 @@ class ExpertParallel:
         rows, computed = table(counts, self.plan), computed_by(me, self.plan)
         give, arriving = rows[me].sum(1).tolist(), rows[:, me].sum(1).tolist()
         ranks = [r for r in range(n) if r != me] + [me]  # 05's exchange() wants what stays here last
-        leave = sorted_by(np.argsort(ranks), rows[me].T)  # of an expert's choices the first ones are for rank 0
+        leave = sorted_runs(np.argsort(ranks), rows[me].T)  # of an expert's choices the first ones are for rank 0
         slots = np.zeros(moe.experts, np.int64)  # the place of an expert among those that are computed here
         slots[np.concatenate(computed)] = np.arange(sum(map(len, computed)))
-        arrive = sorted_by(slots, rows[ranks, me])  # own experts first, then borrowed ones
-        back = np.empty_like(arrive)
-        back[arrive] = np.arange(len(arrive))
-        leave, arrive, back = to_device(np.concatenate((leave, arrive, back)), x.device).split(
-            [len(leave), len(arrive), len(arrive)])
+        arrive = sorted_runs(slots, rows[ranks, me])  # own experts first, then borrowed ones
+        leave, arrive = to_device(np.stack((leave, arrive)), x.device)
 
-        choice = choice[leave]
+        choice = choice[rows_of(leave, sum(give))]
         place = place_of(choice, experts)
+        arrive = rows_of(arrive, sum(arriving))
+        back = place_of(arrive, arrive.unsqueeze(1))  # (R, 1)
         arrived = parallel.exchange(_Take.apply(x, choice // experts.shape[1], place), give, arriving, self.group)
         loans = borrow(self.plan, me, *computed, matrices(moe, x.dtype), self.wires)
-        out = expert_mlp(_Take.apply(arrived, arrive, back.unsqueeze(1)), moe, loans)
-        out = _Take.apply(out, back, arrive.unsqueeze(1))
+        out = expert_mlp(_Take.apply(arrived, arrive, back), moe, loans)
+        out = _Take.apply(out, back.squeeze(1), arrive.unsqueeze(1))
         return parallel.exchange(out, arriving, give, self.group), choice, place
 
 
@@ -1161,98 +1168,7 @@ def folded_groups(**sizes):
             for name, lists in fold(**sizes).items()}
 
 
-# ==== 9. Study: do experts specialise? ================================================================================
-#
-# A small GPT learns four kinds of text, its domains. The loss counts f in three ways:
-#
-#     micro-batch, one domain     over four sequences of one kind: it forbids each kind of text experts of its own
-#     micro-batch, mixed          over one sequence of each kind: it can be even though each kind has its own experts
-#     global batch                over all sequences of a step
-#
-# "Bits of domain" are what a token's expert tells of its domain: their mutual information, 2 if it tells all apart. The
-# first way is the condition of the paper's claim (2501.11873), and of large runs, whose micro-batch is a sequence or a
-# few, of one document each. The second is the best that a micro-batch's f can be: 256 tokens are still few to count.
-
-DOMAINS = ("source", "documentation", "numbers", "base64")
-
-
-@functools.cache
-def domain_texts():
-    """{domain: 2^18 bytes, uint8}: the standard library's source without its documentation strings, those strings,
-    decimal numbers, and random bytes in base64."""
-    length, generator = 2**18, np.random.default_rng(0)
-    source, documentation = [], []
-    for path in filtering.source_files():
-        text = path.read_text(encoding="utf-8", errors="ignore")
-        found = [ast.get_docstring(node, clean=False) for node in ast.walk(ast.parse(text))
-                 if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))]
-        for part in filter(None, found):
-            text = text.replace(part, "")
-            documentation.append(part)
-        source.append(text)
-        if min(sum(map(len, source)), sum(map(len, documentation))) > length:
-            break
-    numbers = ", ".join(str(x) for x in np.round(generator.lognormal(3, 3, length // 5), 3))
-    texts = "\n".join(source), "\n".join(documentation), numbers, base64.b64encode(generator.bytes(length)).decode()
-    return {name: np.frombuffer(text.encode()[:length], np.uint8) for name, text in zip(DOMAINS, texts, strict=True)}
-
-
-def batch_of(texts, count, T, generator, mixed=False):
-    """Inputs, targets (texts count, T): `count` windows of each text, text by text; mixed: one of each text in turn."""
-    windows = torch.stack([low_comm.windows(text, generator, count, T) for text in texts])  # (texts, count, T + 1)
-    rows = (windows.transpose(0, 1) if mixed else windows).flatten(0, 1)
-    return rows[:, :-1], rows[:, 1:]
-
-
-def mutual_information(counts):
-    """counts (domains, E) -> bits that a token's expert tells of its domain."""
-    p = counts.double() / counts.sum()
-    independent = p.sum(1, keepdim=True) * p.sum(0, keepdim=True)
-    return (p * (p / independent).log2()).nan_to_num(0).sum().item()
-
-
-def micro_loss(balance, count):
-    """The mean of the balance losses of `count` micro-batches, each with its own f, that the model had as one batch."""
-    total = 0.0
-    for layer in balance.layers:
-        scores, experts = (x.unflatten(0, (count, -1)) for x in (layer.routing.scores, layer.routing.experts))
-        total += balance_loss(scores, counts_of(experts, layer.experts))  # a sum over the micro-batches
-    return balance.coefficient * total / count
-
-
-def train_on_domains(kind, seed, steps, options):
-    """Train a small GPT with experts on four domains, four windows of each a step. kind: Balance's, but "micro" with
-    four micro-batches of one domain each, "mixed" with four of a window of each. These go through the model as one
-    batch, so that all kinds see the same numbers. options: with_experts()'s, beside hidden=64. Returns, of text that is
-    not trained on, nats a byte, bits of domain and max_violation, means over layers, and the number of parameters."""
-    torch.manual_seed(seed)
-    T = 64
-    model = with_experts(base.GPT(base.GPTConfig(256, T, 2, 4, 64)), **dict(hidden=64) | options)
-    balance = Balance(model, "none" if kind in ("micro", "mixed") else kind, coefficient=3e-2, rate=1e-2)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95))
-    texts, generator = list(domain_texts().values()), np.random.default_rng(seed)
-    train, held_out = [text[: len(text) * 3 // 4] for text in texts], [text[len(text) * 3 // 4 :] for text in texts]
-    for step in range(steps):
-        optimizer.param_groups[0]["lr"] = 3e-3 * min(1, (step + 1) / 20, (steps - step) / (steps / 2))
-        x, y = batch_of(train, 4, T, generator, kind == "mixed")
-        loss = cce.linear_cross_entropy(model(x), model.classifier, y)
-        if kind in ("micro", "mixed"):
-            loss = loss + micro_loss(balance, len(texts))
-        (loss + balance.loss()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        balance.step()
-    x, y = batch_of(held_out, 64, T, np.random.default_rng(1))
-    loss = cce.linear_cross_entropy(model(x), model.classifier, y).item()  # with gradients, so that routings are kept
-    tables = []
-    for layer in balance.layers:
-        experts = layer.take_routing().experts.view(len(texts), -1, layer.top_k)  # (domains, tokens, K)
-        tables.append(counts_of(experts, layer.experts))  # (domains, E)
-    bits, uneven = map(mutual_information, tables), (max_violation(t.sum(0)).item() for t in tables)
-    return loss, statistics.mean(bits), statistics.mean(uneven), model.config.parameters()
-
-
-# ==== 10. Checks ======================================================================================================
+# ==== 9. Checks =======================================================================================================
 #
 # The layer is compared with itself, written out; experts on many ranks with one process that has them all, rank by rank
 # through the same tokens. In fp64 all that differs is the order of sums: 1e-12. In 16 bits a rounding may move a token
@@ -1521,8 +1437,9 @@ BY_HAND = [
 
 def hot_loads(E, share, hot, total=10**6):
     """(E,) rows when `hot` experts, the first ones, get `share` of all, evenly, and the others the rest."""
-    loads = np.full(E, round((1 - share) * total / (E - hot)))
-    loads[:hot] = round(share * total / hot)
+    loads = np.full(E, int((1 - share) * total / (E - hot)))
+    loads[:hot] = int(share * total / hot)
+    loads[-1] += total - loads.sum()
     return loads
 
 
@@ -1641,6 +1558,31 @@ def check_recompute():
     parallel.compare("recomputed", *reversed(found))
 
 
+def check_activations():
+    """What autograd saves of a model with experts and of its balance loss, less what it saves of a dense one, is as
+    predicted to a thousandth, in fp32 and with autocast."""
+    tokens, kept = torch.zeros(32, 32, dtype=torch.int64), {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage
+        return tensor
+
+    for autocast, (E, K) in itertools.product((False, True), ((8, 2), (4, 1))):
+        found, shape = [], (64, 32, 2, 2, 64)
+        for model in (base.GPT(base.GPTConfig(*shape)), with_experts(base.GPT(GPTConfig(*shape, E, K)))):
+            kept.clear()
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                    model(tokens)
+                loss = Balance(model).loss() if found else None
+            own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+            found.append(sum(storage.nbytes() for key, storage in kept.items() if key not in own))
+            del loss
+        predicted = activation_change(model.config, tokens.numel(), autocast)
+        parallel.expect(f"bytes of {E} experts, top {K}, autocast {autocast}", found[1] - found[0], predicted, 1e-3)
+
+
 @on_ranks
 def check_folding():
     """Lists of ranks by hand; then a GPT whose attention is cut by tensor, sequence (and, from 4 ranks on, context)
@@ -1709,8 +1651,99 @@ if HAS_TRITON:  # a tile stores all of its rows, also the next expert's
     BREAKS["no-tail"] = check_products, "Tiles", lambda expert, row, stop, count, tiles=Tiles: tiles(
         expert, row, torch.full_like(stop, stop.max().item()), count)
 CHECKS = [check_expert_parallel, check_balance, check_forged_experts, check_folding]  # on ranks
-BY_ONE = [check_routing, check_layer, check_least_loaded, check_recompute, check_empty_rank]
+BY_ONE = [check_routing, check_layer, check_activations, check_least_loaded, check_recompute, check_empty_rank]
 BY_ONE += [check_products] * HAS_TRITON
+
+
+# ==== 10. Study: do experts specialise? ===============================================================================
+#
+# A small GPT learns four kinds of text, its domains. The loss counts f in three ways:
+#
+#     micro-batch, one domain     over four sequences of one kind: it forbids each kind of text experts of its own
+#     micro-batch, mixed          over one sequence of each kind: it can be even though each kind has its own experts
+#     global batch                over all sequences of a step
+#
+# "Bits of domain" are what a token's expert tells of its domain: their mutual information, 2 if it tells all apart. The
+# first way is the condition of the paper's claim (2501.11873), and of large runs, whose micro-batch is a sequence or a
+# few, of one document each. The second is the best that a micro-batch's f can be: 256 tokens are still few to count.
+
+DOMAINS = ("source", "documentation", "numbers", "base64")
+
+
+@functools.cache
+def domain_texts():
+    """{domain: 2^18 bytes, uint8}: the standard library's source without its documentation strings, those strings,
+    decimal numbers, and random bytes in base64."""
+    length, generator = 2**18, np.random.default_rng(0)
+    source, documentation = [], []
+    for path in filtering.source_files():
+        text = path.read_text(encoding="utf-8", errors="ignore")
+        found = [ast.get_docstring(node, clean=False) for node in ast.walk(ast.parse(text))
+                 if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))]
+        for part in filter(None, found):
+            text = text.replace(part, "")
+            documentation.append(part)
+        source.append(text)
+        if min(sum(map(len, source)), sum(map(len, documentation))) > length:
+            break
+    numbers = ", ".join(str(x) for x in np.round(generator.lognormal(3, 3, length // 5), 3))
+    texts = "\n".join(source), "\n".join(documentation), numbers, base64.b64encode(generator.bytes(length)).decode()
+    return {name: np.frombuffer(text.encode()[:length], np.uint8) for name, text in zip(DOMAINS, texts, strict=True)}
+
+
+def batch_of(texts, count, T, generator, mixed=False):
+    """Inputs, targets (texts count, T): `count` windows of each text, text by text; mixed: one of each text in turn."""
+    windows = torch.stack([low_comm.windows(text, generator, count, T) for text in texts])  # (texts, count, T + 1)
+    rows = (windows.transpose(0, 1) if mixed else windows).flatten(0, 1)
+    return rows[:, :-1], rows[:, 1:]
+
+
+def mutual_information(counts):
+    """counts (domains, E) -> bits that a token's expert tells of its domain."""
+    p = counts.double() / counts.sum()
+    independent = p.sum(1, keepdim=True) * p.sum(0, keepdim=True)
+    return (p * (p / independent).log2()).nan_to_num(0).sum().item()
+
+
+def micro_loss(balance, count):
+    """The mean of the balance losses of `count` micro-batches, each with its own f, that the model had as one batch."""
+    total = 0.0
+    for layer in balance.layers:
+        scores, experts = (x.unflatten(0, (count, -1)) for x in (layer.routing.scores, layer.routing.experts))
+        total += balance_loss(scores, counts_of(experts, layer.experts))  # a sum over the micro-batches
+    return balance.coefficient * total / count
+
+
+def train_on_domains(kind, seed, steps, options):
+    """Train a small GPT with experts on four domains, four windows of each a step. kind: Balance's, but "micro" with
+    four micro-batches of one domain each, "mixed" with four of a window of each. These go through the model as one
+    batch, so that all kinds see the same numbers. options: with_experts()'s, beside hidden=64. Returns, of text that is
+    not trained on, nats a byte, bits of domain and max_violation, means over layers, and the number of parameters."""
+    torch.manual_seed(seed)
+    T = 64
+    model = with_experts(base.GPT(base.GPTConfig(256, T, 2, 4, 64)), **dict(hidden=64) | options)
+    balance = Balance(model, "none" if kind in ("micro", "mixed") else kind, coefficient=3e-2, rate=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95))
+    texts, generator = list(domain_texts().values()), np.random.default_rng(seed)
+    train, held_out = [text[: len(text) * 3 // 4] for text in texts], [text[len(text) * 3 // 4 :] for text in texts]
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = 3e-3 * min(1, (step + 1) / 20, (steps - step) / (steps / 2))
+        x, y = batch_of(train, 4, T, generator, kind == "mixed")
+        loss = cce.linear_cross_entropy(model(x), model.classifier, y)
+        if kind in ("micro", "mixed"):
+            loss = loss + micro_loss(balance, len(texts))
+        (loss + balance.loss()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        balance.step()
+    x, y = batch_of(held_out, 64, T, np.random.default_rng(1))
+    loss = cce.linear_cross_entropy(model(x), model.classifier, y).item()  # with gradients, so that routings are kept
+    tables = []
+    for layer in balance.layers:
+        experts = layer.take_routing().experts.view(len(texts), -1, layer.top_k)  # (domains, tokens, K)
+        tables.append(counts_of(experts, layer.experts))  # (domains, E)
+    bits, uneven = map(mutual_information, tables), (max_violation(t.sum(0)).item() for t in tables)
+    return loss, statistics.mean(bits), statistics.mean(uneven), model.config.parameters()
 
 
 # ==== 11. Measurements ================================================================================================
