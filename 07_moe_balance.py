@@ -921,9 +921,9 @@ POLICIES = {"ep": at_home, "llep": least_loaded}
 # A loan is four messages between owner and borrower; nobody else takes part. Matrices are sent after the rows, while
 # each rank computes its own experts; their gradients go home while the next product is made:
 #
-#                 forward                                       | backward
-#     borrower    own rows up       borrowed rows up     down ... | dW_down  dhidden          dW_up  dX
-#     messages    |-- up, down --| from the owner                 |          |-- dW_down --|         |-- dW_up --| home
+#                 forward                                         | backward
+#     borrower    own rows up   borrowed rows up    down ...      | dW_down  dhidden          dW_up  dX
+#     messages    |-- up --||-- down --| from the owner           |          |-- dW_down --|         |-- dW_up --| home
 #     owner       own rows up       own rows down                 | dW_down  dhidden          dW_up  dX, adds parts
 #
 # Owner and borrower have equal loads, so both come to their messages at about the same time. That matters: an NCCL
@@ -944,7 +944,7 @@ class Loans:
         self.weights, self.own, self.count, self.borrowed = weights, own, count, borrowed
         self.lenders, self.borrowers, self.group = lenders, borrowers, group
         self.lent = [w.new_empty(0, w.shape[1]) for w in weights]  # up and down of S borrowed experts (S M, C)
-        self.arriving, self.returning = [], []  # messages under way, of matrices and of their gradients
+        self.arriving, self.returning = ([], []), []  # messages under way: of up, of down; of gradients
 
     def send(self, away, back, kind):
         """Send each (matrix, rank) of away, receive into each of back, counted by kind in `sent`; what to wait for."""
@@ -955,21 +955,25 @@ class Loans:
 
     def lend(self):
         """Send matrices to all borrowers, receive them from all lenders."""
-        home = [w.view(self.own.experts, -1, w.shape[1]) for w in self.weights]  # (E, M, C)
-        lent = [w.new_empty(len(self.lenders), *w.shape[1:]) for w in home]  # (S, M, C)
-        away = [(w[e], rank) for w in home for e, rank in self.borrowers]
-        back = [(matrix, rank) for w in lent for matrix, rank in zip(w, self.lenders, strict=True)]
-        self.lent, self.arriving = [w.flatten(0, 1) for w in lent], self.send(away, back, "weights")
+        for i, weight in enumerate(self.weights):
+            home = weight.view(self.own.experts, -1, weight.shape[1])  # (E, M, C)
+            lent = home.new_empty(len(self.lenders), *home.shape[1:])  # (S, M, C)
+            away, back = [(home[e], rank) for e, rank in self.borrowers], list(zip(lent, self.lenders, strict=True))
+            self.arriving[i].extend(self.send(away, back, "weights"))
+            self.lent[i] = lent.flatten(0, 1)
 
-    def product(self, x, W, lent, transposed=False):
-        """experts_product of own experts' rows with W; then, once they are here, of borrowed experts' with `lent`."""
-        out = x.new_empty(len(x), W.shape[1] if transposed else len(W) // self.own.experts)
-        spare = MESSAGE_BLOCKS if self.arriving or self.returning else 0
-        experts_product(x[: self.count], W, self.own, transposed, out=out[: self.count], spare=spare)
-        wait_for(self.arriving)  # and for what leaves: its memory must not be used again before
+    @property
+    def spare(self):
+        """Multiprocessors that messages occupy by now."""
+        return MESSAGE_BLOCKS if any(self.arriving) or self.returning else 0
+
+    def product(self, x, W, lent, arriving=(), transposed=False):
+        """experts_product of own experts' rows with W; then, once it has arrived, of borrowed experts' with `lent`."""
+        out, count = x.new_empty(len(x), W.shape[1] if transposed else len(W) // self.own.experts), self.count
+        experts_product(x[:count], W, self.own, transposed, out=out[:count], spare=self.spare)
+        wait_for(arriving)  # and for what leaves: its memory must not be used again before
         if self.lenders:
-            spare = MESSAGE_BLOCKS if self.returning else 0
-            experts_product(x[self.count :], lent, self.borrowed, transposed, out=out[self.count :], spare=spare)
+            experts_product(x[count:], lent, self.borrowed, transposed, out=out[count:], spare=self.spare)
         return out
 
     def give_back(self, dY, X, dtype):
@@ -1101,8 +1105,8 @@ class _ExpertMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, up, down, loans, states):
         ctx.loans, ctx.states, ctx.versions = loans, states, [up._version, down._version]
-        hidden = loans.product(x, loans.weights[0], loans.lent[0])  # (R, H)
-        out = loans.product(F.gelu(hidden), loans.weights[1], loans.lent[1])  # (R, D)
+        hidden = loans.product(x, loans.weights[0], loans.lent[0], loans.arriving[0])  # (R, H)
+        out = loans.product(F.gelu(hidden), loans.weights[1], loans.lent[1], loans.arriving[1])  # (R, D)
         ctx.save_for_backward(x, hidden, up, down, *loans.lent)
         loans.weights = loans.lent = None  # ctx keeps the Loans
         return out
@@ -1249,7 +1253,8 @@ def random_layer(dtype, *sizes, **options):
 def check_layer(N=30, D=8, E=5, seed=0):
     """Output and all gradients equal the written-out sum in fp64, in BigMac's layer that of products of matrices; with
     a large capacity nothing changes, with a small one exactly the dropped choices are missing. A model has the
-    parameters that its config says. What cannot be is refused."""
+    parameters that its config says, and begins as 01's (0.02 over the root of twice two layers). What cannot be is
+    refused."""
     torch.manual_seed(seed)
     for K, bottleneck in ((1, None), (2, None), (2, 4)):
         moe = random_layer(torch.float64, D, 12, E, K, bottleneck=bottleneck)
@@ -1269,11 +1274,14 @@ def check_layer(N=30, D=8, E=5, seed=0):
             want = written_out(x, moe.router, up, down, K, kept)
             pair = [dict(enumerate((y, *torch.autograd.grad(y, leaves, dy)))) for y in (got, want)]
             parallel.compare(f"layer, top {K}, bottleneck {bottleneck}, capacity {capacity}", *pair)
-    layer, dense = MoE(8, 8, 2), base.GPT(base.GPTConfig(64, 8, 1, 2, 32))
+    layer, dense = MoE(8, 8, 2), base.GPT(base.GPTConfig(64, 8, 2, 2, 32))
     for options in ({}, dict(hidden=24, experts=6, top_k=3), dict(bottleneck=16)):
         model = with_experts(copy.deepcopy(dense), **options)
         found = sum(map(torch.numel, model.parameters()))
         parallel.expect(f"parameters with {options}", found, model.config.parameters())
+        moe = model.blocks[0].moe
+        into_stream = (moe.widen if "bottleneck" in options else moe.down).weight
+        parallel.expect(f"what is added to the stream, with {options}", into_stream.std().item(), 0.01, 0.1)
     expert_parallel(model, None)
     for words, action in {
         "top_k 3 of 2": lambda: MoE(8, 8, 2, 3), "hidden is 0": lambda: MoE(8, 0, 2),
