@@ -1212,14 +1212,16 @@ def check_routing(N=40, E=7, seed=0):
 
 def check_products(device="cpu", dtypes=(torch.float32, torch.bfloat16), seed=0):
     """The kernels, where Triton is, against the loop in fp64, by the three-way rule: experts without rows and with more
-    than a tile, sizes that no tile divides; rows that are copied, summed, left out. On a GPU also grouped_mm."""
+    than a tile, sizes that no tile divides; rows that are copied, summed, left out. Weights that no row meets may be
+    infinite. On a GPU also grouped_mm."""
     generator = torch.Generator().manual_seed(seed)
-    sizes = [((0, 5, 33, 1, 0, 40), 40, 72), ((19, 0, 0), 32, 64), ((64, 64), 64, 32)]
+    sizes = [((0, 5, 33, 1, 0, 40), 40, 72), ((19, 0, 0), 32, 64), ((64, 0, 64), 24, 64)]
     sizes += [] if INTERPRETED else [((130, 0, 70), 256, 320)]  # whole tiles of a GPU, by descriptors
     for (counts, M, C), dtype in itertools.product(sizes, dtypes):
         rows, R, E = Rows(torch.tensor((0, *itertools.accumulate(counts)), device=device)), sum(counts), len(counts)
         x, dy, W, dz = (torch.randn(*shape, generator=generator).to(device, dtype)
                         for shape in ((R, C), (R, M), (E * M, C), (25, C)))
+        W.view(E, M, C)[[not count for count in counts]] = math.inf
         index = torch.randint(-1, R, (25, 2), generator=generator).to(device)
         weights = torch.randn(25, 2, generator=generator).to(device)
         cases = [("product", "triton", experts_product, (x, W, rows)), ("dots", "triton", dot_rows, (x, index, dz)),
