@@ -1506,6 +1506,8 @@ def train_experts(policy, way, layout="fp32", dtype=torch.float32, steps=3, D=8,
         optimizer = torch.optim.SGD(weights.values(), 0.1, momentum=0.9)
     else:
         handle = forging.forge(moe, rule, layout, origins=origins, data_parallel=1, **options)
+        if handle.rung == "fused" and rule is SGD:
+            handle.buffer = None  # a slab, which nobody should ask for
     for t, (x, dy) in enumerate(tokens[:, :, mine].flatten(2, -2), 1):
         if forged:
             handle.stash() if way == "stash" else handle.arm(0.1, t)
