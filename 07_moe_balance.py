@@ -1080,8 +1080,9 @@ class Gradient:
         self.state, self.loans, own = state, loans, loans.count
         self.forged = state is not None and state.handle.phase != "idle"
         dtype = torch.float32 if self.forged else weight.dtype  # a step sums parts in fp32
-        self.dY, self.X = dY[:own], X[:own]
-        self.dW = None if self.forged else experts_gradient(self.dY, self.X, loans.own, dtype)
+        # dW, or what it is a product of: both would keep memory that dhidden and dx can have.
+        self.factors = (dY[:own], X[:own]) if self.forged else None
+        self.dW = None if self.forged else experts_gradient(dY[:own], X[:own], loans.own, dtype)
         self.parts = loans.give_back(dY, X, dtype)
 
     def finish(self):
@@ -1089,7 +1090,7 @@ class Gradient:
         wait_for(self.loans.returning)
         part_of = [i for i, _ in self.loans.borrowers]
         if self.forged:
-            factor = ExpertFactor(self.dY, self.X, self.parts, self.loans.own.bounds, part_of)
+            factor = ExpertFactor(*self.factors, self.parts, self.loans.own.bounds, part_of)
             stash = self.state.handle.phase == "stashing"
             return self.state.keep(factor) if stash else step_experts(self.state, factor)
         dW = self.dW.view(self.loans.own.experts, -1, self.dW.shape[1])  # (E, M, C)
