@@ -1285,6 +1285,8 @@ def check_layer(N=30, D=8, E=5, seed=0):
         moe = model.blocks[0].moe
         into_stream = (moe.widen if "bottleneck" in options else moe.down).weight
         parallel.expect(f"what is added to the stream, with {options}", into_stream.std().item(), 0.01, 0.1)
+    of_router = GPTConfig(64, 8, 2, 2, 32, 8, 2).flops_per_token() - dense.config.flops_per_token()
+    parallel.expect("FLOPs beside those of a dense MLP of as many weights", of_router, 6 * 2 * 8 * 32)
     expert_parallel(model, None)
     for words, action in {
         "top_k 3 of 2": lambda: MoE(8, 8, 2, 3), "hidden is 0": lambda: MoE(8, 0, 2),
@@ -1507,6 +1509,7 @@ def train_experts(policy, way, layout="fp32", dtype=torch.float32, steps=3, D=8,
         optimizer = torch.optim.SGD(weights.values(), 0.1, momentum=0.9)
     else:
         handle = forging.forge(moe, rule, layout, origins=origins, data_parallel=1, **options)
+        parallel.expect("rows of an expert's up", handle["up.weight"].matrix_rows, hidden)
         if handle.rung == "fused" and rule is SGD:
             handle.buffer = None  # a slab, which nobody should ask for
     for t, (x, dy) in enumerate(tokens[:, :, mine].flatten(2, -2), 1):
