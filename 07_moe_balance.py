@@ -482,33 +482,32 @@ class Tiles(NamedTuple):
 
 
 class Rows:
-    """Where each expert's rows are: begin (E + 1,) int64 on the device, and bounds, the same on the host. If those are
-    not given, their copy to the host starts at once: when backward asks for them it need not wait."""
+    """Where each expert's rows are: begin (E + 1,) int64, on the device or, where a plan was made, on the host; bounds,
+    the same as a list. From the device they set out at once: when backward asks for them it need not wait."""
 
-    def __init__(self, begin, bounds=None):
-        self.begin, self.experts, self.on_host, self.tables = begin, len(begin) - 1, bounds, {}
-        self.coming = filtering.Readback(begin) if bounds is None else None
+    def __init__(self, begin):
+        self.begin, self.experts, self.tables = begin, len(begin) - 1, {}
+        self.coming = filtering.Readback(begin)
 
-    @property
+    @functools.cached_property
     def bounds(self):
-        self.on_host = self.on_host or self.coming.read()
-        return self.on_host
+        return self.coming.read()
 
     def spans(self):
         """(expert, slice of its rows)."""
         return [(e, slice(*span)) for e, span in enumerate(itertools.pairwise(self.bounds))]
 
-    def tiles(self, R, block):
-        """Tiles of `block` rows, R rows in all; made on the host if it knows the bounds, else on the device."""
+    def tiles(self, R, block, device):
+        """Tiles of `block` rows, R rows in all, on the device; made where begin is."""
         if block not in self.tables:
-            begin = torch.tensor(self.on_host) if self.on_host else self.begin
+            begin = self.begin
             tiles = (begin.diff() + block - 1) // block  # (E,)
             ends = tiles.cumsum(0)
             index = torch.arange(R // block + len(tiles), device=begin.device)  # each expert adds a tile at most
             expert = torch.searchsorted(ends, index, right=True).clamp(max=len(tiles) - 1)
             row = begin[expert] + (index - (ends - tiles)[expert]) * block
             columns = torch.stack((expert, row, begin[expert + 1], ends[-1].expand_as(row))).int()
-            self.tables[block] = Tiles(*columns.to(self.begin.device, non_blocking=True))
+            self.tables[block] = Tiles(*columns.to(device, non_blocking=True))
         return self.tables[block]
 
 
@@ -572,7 +571,7 @@ def experts_product(x, W, rows, transposed=False, backend="auto", out=None, spar
         block = (block_c, block_m) if transposed else (block_m, block_c)
         operands = filtering.descriptor(x, block_r, block_c), filtering.descriptor(W, *block)
     product_kernel[(max(1, cce.programs(x)[0] - spare),)](
-        *operands, out, rows.tiles(len(x), options["BLOCK_R"]), M, C, x.stride(0), W.stride(0),
+        *operands, out, rows.tiles(len(x), options["BLOCK_R"], x.device), M, C, x.stride(0), W.stride(0),
         TRANSPOSED=transposed, FETCHED=fetched, **options
     )
     return out
@@ -585,7 +584,8 @@ def experts_gradient(dy, x, rows, dtype=None, backend="auto"):
     fits = x.is_cuda and dtype == x.dtype and x.element_size() == 2 and M % 8 == C % 8 == 0  # rows of 16 bytes
     if backend == "grouped" or backend == "auto" and fits and 2 * len(x) * M * C < GRADIENT_LOOP_FROM * E:
         dy, x = dy.contiguous(), x.contiguous()
-        return F.grouped_mm(dy.T, x, offs=rows.begin[1:].int()).flatten(0, 1)
+        ends = rows.begin[1:].int().to(x.device, non_blocking=True)
+        return F.grouped_mm(dy.T, x, offs=ends).flatten(0, 1)
     out = x.new_empty(E, M, C, dtype=dtype)
     for e, span in rows.spans():
         forging.weight_gradient(dy[span], x[span], out[e])
@@ -1004,8 +1004,7 @@ def computed_by(me, plan):
 def borrow(plan, me, mine, others, weights, group):
     """The Loans of rank `me` by a plan (n, E), with its matrices on their way. mine, others: as from computed_by."""
     bounds = [[0, *plan[me, experts].cumsum().tolist()] for experts in (mine, others)]
-    begins = to_device(bounds[0] + bounds[1], weights[0].device).split([len(b) for b in bounds])
-    own, borrowed = map(Rows, begins, bounds)
+    own, borrowed = (Rows(torch.tensor(numbers)) for numbers in bounds)
     lenders = owners(plan.shape[1], len(plan))[others].tolist()
     borrowers = [(i, r) for i, r in np.argwhere(plan[:, mine].T).tolist() if r != me]
     loans = Loans(weights, own, bounds[0][-1], borrowed, lenders, borrowers, group)
