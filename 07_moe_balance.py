@@ -161,8 +161,7 @@ def order_by_expert(experts, E, capacity=None):
 def place_of(choice, experts):
     """choice (R,) of experts (N, K), in any order -> place (N, K), its inverse, -1 for a choice that was dropped."""
     place = experts.new_full((experts.numel(),), -1)
-    place[choice] = torch.arange(len(choice), device=choice.device)
-    return place.view(experts.shape)
+    return place.scatter_(0, choice, torch.arange(len(choice), device=choice.device)).view(experts.shape)
 
 
 def capacity_of(factor, N, K, E):
@@ -482,12 +481,15 @@ class Tiles(NamedTuple):
 
 
 class Rows:
-    """Where each expert's rows are: begin (E + 1,) int64, on the device or, where a plan was made, on the host; bounds,
-    the same as a list. From the device they set out at once: when backward asks for them it need not wait."""
+    """Where each expert's rows are: begin (E + 1,) int64, on the device; bounds, the same as a list. If not given, it
+    sets out from the device at once: when backward asks for it, it need not wait."""
 
-    def __init__(self, begin):
+    def __init__(self, begin, bounds=None):
         self.begin, self.experts, self.tables = begin, len(begin) - 1, {}
-        self.coming = filtering.Readback(begin)
+        if bounds is None:
+            self.coming = filtering.Readback(begin)
+        else:
+            self.bounds = bounds
 
     @functools.cached_property
     def bounds(self):
@@ -497,8 +499,8 @@ class Rows:
         """(expert, slice of its rows)."""
         return [(e, slice(*span)) for e, span in enumerate(itertools.pairwise(self.bounds))]
 
-    def tiles(self, R, block, device):
-        """Tiles of `block` rows, R rows in all, on the device; made where begin is."""
+    def tiles(self, R, block):
+        """Tiles of `block` rows, R rows in all."""
         if block not in self.tables:
             begin = self.begin
             tiles = (begin.diff() + block - 1) // block  # (E,)
@@ -507,7 +509,7 @@ class Rows:
             expert = torch.searchsorted(ends, index, right=True).clamp(max=len(tiles) - 1)
             row = begin[expert] + (index - (ends - tiles)[expert]) * block
             columns = torch.stack((expert, row, begin[expert + 1], ends[-1].expand_as(row))).int()
-            self.tables[block] = Tiles(*columns.to(device, non_blocking=True))
+            self.tables[block] = Tiles(*columns)
         return self.tables[block]
 
 
@@ -571,7 +573,7 @@ def experts_product(x, W, rows, transposed=False, backend="auto", out=None, spar
         block = (block_c, block_m) if transposed else (block_m, block_c)
         operands = filtering.descriptor(x, block_r, block_c), filtering.descriptor(W, *block)
     product_kernel[(max(1, cce.programs(x)[0] - spare),)](
-        *operands, out, rows.tiles(len(x), options["BLOCK_R"], x.device), M, C, x.stride(0), W.stride(0),
+        *operands, out, rows.tiles(len(x), options["BLOCK_R"]), M, C, x.stride(0), W.stride(0),
         TRANSPOSED=transposed, FETCHED=fetched, **options
     )
     return out
@@ -583,9 +585,7 @@ def experts_gradient(dy, x, rows, dtype=None, backend="auto"):
     E, M, C, dtype = rows.experts, dy.shape[1], x.shape[1], dtype or x.dtype
     fits = x.is_cuda and dtype == x.dtype and x.element_size() == 2 and M % 8 == C % 8 == 0  # rows of 16 bytes
     if backend == "grouped" or backend == "auto" and fits and 2 * len(x) * M * C < GRADIENT_LOOP_FROM * E:
-        dy, x = dy.contiguous(), x.contiguous()
-        ends = rows.begin[1:].int().to(x.device, non_blocking=True)
-        return F.grouped_mm(dy.T, x, offs=ends).flatten(0, 1)
+        return F.grouped_mm(dy.contiguous().T, x.contiguous(), offs=rows.begin[1:].int()).flatten(0, 1)
     out = x.new_empty(E, M, C, dtype=dtype)
     for e, span in rows.spans():
         forging.weight_gradient(dy[span], x[span], out[e])
@@ -722,8 +722,10 @@ class _Combine(torch.autograd.Function):
 #
 # Cost: a rank sends N K rows of D forward, less what stays, and as many outputs back; and the same in backward.
 #     N = 16,384, K = 2, D = 4096, two ranks, bf16: 4 x 134 MB, 0.4 ms each at 330 GB/s
+# And from the counts to the first product the device waits for the host, over 1 ms a layer: some fifty small calls.
 
 
+@functools.cache
 def owners(E, n):
     """(E,) the rank of each expert."""
     return np.repeat(np.arange(n), E // n)
@@ -756,24 +758,29 @@ def table(counts, plan):
     return rows
 
 
-def to_device(numbers, device):
-    """A tensor of these numbers; from pinned memory, or the host would wait for all that the device has still to do."""
-    numbers = torch.as_tensor(numbers)
-    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers
-
-
 def sorted_runs(labels, lengths):
     """Rows lie in runs, run (a, b) after run (a, b - 1), of lengths (A, B), with the labels (B,) whatever a is. Sorts
-    the runs by label, and leaves those of one label as they lie: (2, A B), how far the rows of a run were from where
-    they are then, and its length."""
+    the runs by label, and leaves those of one label as they lie: (A B,) each, where a run ends then, and how far its
+    rows were from where they are then."""
     order = np.broadcast_to(labels, lengths.shape).ravel().argsort(kind="stable")
-    starts, lengths = (lengths.ravel().cumsum() - lengths.ravel())[order], lengths.ravel()[order]
-    return np.stack((starts - (lengths.cumsum() - lengths), lengths))
+    ends, lengths = lengths.ravel().cumsum()[order], lengths.ravel()[order]
+    new_ends = lengths.cumsum()
+    return new_ends, ends - new_ends
 
 
-def rows_of(runs, total):
-    """runs (2, A B) of `total` rows, on a device -> the order (R,) int64 that they stand for."""
-    return torch.repeat_interleave(*runs, output_size=total) + torch.arange(total, device=runs.device)
+def rows_of(ends, moved, total):
+    """sorted_runs() of `total` rows, on a device -> the order (R,) int64 that they stand for."""
+    row = torch.arange(total, device=ends.device)
+    return row + moved[torch.bucketize(row, ends, right=True)]
+
+
+def to_device(device, *arrays):
+    """Arrays int64 -> tensors, in one copy; from pinned memory, or the host would wait for all that the device has
+    still to do."""
+    flat = torch.from_numpy(np.concatenate(arrays))
+    if device.type == "cuda":
+        flat = flat.pin_memory().to(device, non_blocking=True)
+    return flat.split([*map(len, arrays)])
 
 
 MESSAGE_BLOCKS = 16  # thread blocks of a loan's messages: as fast as NCCL's usual 32, each of which takes 36 MiB
@@ -791,24 +798,24 @@ class ExpertParallel:
 
     def __call__(self, x, choice, begin, experts, moe):
         n, me = size(self.group), rank_in(self.group)
-        # The host waits for the device here: it has to know how much to send.
+        # The host waits for the device here: it has to know how much to send. Then the device waits until the rows set
+        # out, so what need not come before that comes behind it.
         counts = parallel.gather(begin.diff().unsqueeze(0), self.group, 0).cpu().numpy()  # (n, E)
-        self.plan = self.policy(counts.sum(0), n)
-        rows, computed = table(counts, self.plan), computed_by(me, self.plan)
+        self.plan = plan = self.policy(counts.sum(0), n)
+        rows = table(counts, plan)
         give, arriving = rows[me].sum(1).tolist(), rows[:, me].sum(1).tolist()
         ranks = [r for r in range(n) if r != me] + [me]  # 05's exchange() wants what stays here last
         leave = sorted_runs(np.argsort(ranks), rows[me].T)  # of an expert's choices the first ones are for rank 0
-        slots = np.zeros(moe.experts, np.int64)  # the place of an expert among those that are computed here
-        slots[np.concatenate(computed)] = np.arange(sum(map(len, computed)))
-        arrive = sorted_runs(slots, rows[ranks, me])  # own experts first, then borrowed ones
-        leave, arrive = to_device(np.stack((leave, arrive)), x.device)
-
-        choice = choice[rows_of(leave, sum(give))]
+        choice = choice[rows_of(*to_device(x.device, *leave), sum(give))]
         place = place_of(choice, experts)
-        arrive = rows_of(arrive, sum(arriving))
-        back = place_of(arrive, arrive.unsqueeze(1))  # (R, 1)
         arrived = parallel.exchange(_Take.apply(x, choice // experts.shape[1], place), give, arriving, self.group)
-        loans = borrow(self.plan, me, *computed, matrices(moe, x.dtype), self.wires)
+
+        mine, others = computed_by(me, plan)
+        slots = np.zeros(moe.experts, np.int64)  # own experts come first, then borrowed ones
+        slots[np.concatenate((mine, others))] = np.arange(len(mine) + len(others))
+        loans = borrow(plan, me, mine, others, matrices(moe, x.dtype), self.wires)
+        arrive = rows_of(*to_device(x.device, *sorted_runs(slots, rows[ranks, me])), sum(arriving))
+        back = place_of(arrive, arrive.unsqueeze(1))  # (R, 1)
         out = expert_mlp(_Take.apply(arrived, arrive, back), moe, loans)
         out = _Take.apply(out, back.squeeze(1), arrive.unsqueeze(1))
         return parallel.exchange(out, arriving, give, self.group), choice, place
@@ -918,8 +925,8 @@ def committed(assigned, pending):
 POLICIES = {"ep": at_home, "llep": least_loaded}
 
 
-# A loan is four messages between owner and borrower; nobody else takes part. Matrices are sent after the rows, while
-# each rank computes its own experts; their gradients go home while the next product is made:
+# A loan is four messages between owner and borrower. Matrices travel behind the rows, while each rank computes its own
+# experts; their gradients go home while the next product is made:
 #
 #                 forward                                         | backward
 #     borrower    own rows up   borrowed rows up    down ...      | dW_down  dhidden          dW_up  dX
@@ -937,55 +944,56 @@ class Loans:
     down (E D, H) in the dtype of the products. own: Rows of its experts, which are the first `count` rows; borrowed:
     Rows of those that it borrows, which come behind (None: none).
 
-    lenders: the owner of each borrowed expert; borrowers: (i, rank) for each loan of the i-th own expert; both in the
-    order of experts, so that the messages between two ranks match. group: of these messages."""
+    borrowers: for each rank the own experts that it borrows; lenders: how many experts each rank lends to this one.
+    group: of these messages, to which all of its ranks come; None: nobody lends."""
 
-    def __init__(self, weights, own, count, borrowed=None, lenders=(), borrowers=(), group=None):
-        self.weights, self.own, self.count, self.borrowed = weights, own, count, borrowed
-        self.lenders, self.borrowers, self.group = lenders, borrowers, group
+    def __init__(self, weights, own, count, borrowed=None, borrowers=(), lenders=(), group=None):
+        self.weights, self.own, self.count, self.borrowed, self.group = weights, own, count, borrowed, group
+        self.leaving = list(itertools.chain(*borrowers))  # own experts, once for each loan, rank by rank
+        self.lending, self.borrowing = [*map(len, borrowers)], lenders
         self.lent = [w.new_empty(0, w.shape[1]) for w in weights]  # up and down of S borrowed experts (S M, C)
         self.arriving, self.returning = ([], []), []  # messages under way: of up, of down; of gradients
 
-    def send(self, away, back, kind):
-        """Send each (matrix, rank) of away, receive into each of back, counted by kind in `sent`; what to wait for."""
-        messages = [dist.P2POp(dist.isend, x, group=self.group, group_peer=rank) for x, rank in away]
-        messages += [dist.P2POp(dist.irecv, x, group=self.group, group_peer=rank) for x, rank in back]
-        sent[kind] += sum(x.nbytes for x, _ in away)
-        return dist.batch_isend_irecv(messages) if messages else []
+    def send(self, matrices, give, take, kind):
+        """Send matrices (S, M, C), give[r] of them to rank r, counted by kind in `sent`, and receive take[r] from it.
+        Returns what comes, (sum(take), M, C), and what to wait for."""
+        out = matrices.new_empty(sum(take), *matrices.shape[1:])
+        sent[kind] += matrices.nbytes
+        return out, dist.all_to_all_single(out, matrices, take, give, group=self.group, async_op=True)
 
     def lend(self):
         """Send matrices to all borrowers, receive them from all lenders."""
-        for i, weight in enumerate(self.weights):
+        for i, weight in enumerate(self.weights if self.group else ()):
             home = weight.view(self.own.experts, -1, weight.shape[1])  # (E, M, C)
-            lent = home.new_empty(len(self.lenders), *home.shape[1:])  # (S, M, C)
-            away, back = [(home[e], rank) for e, rank in self.borrowers], list(zip(lent, self.lenders, strict=True))
-            self.arriving[i].extend(self.send(away, back, "weights"))
+            away = torch.cat([home[:0], *(home[e : e + 1] for e in self.leaving)])  # (S, M, C)
+            lent, message = self.send(away, self.lending, self.borrowing, "weights")
+            self.arriving[i].append(message)
             self.lent[i] = lent.flatten(0, 1)
 
     @property
     def spare(self):
-        """Multiprocessors that messages occupy by now."""
-        return MESSAGE_BLOCKS if any(self.arriving) or self.returning else 0
+        """Multiprocessors that messages of this rank occupy by now."""
+        under_way = any(self.arriving) or self.returning
+        return MESSAGE_BLOCKS if under_way and any(self.lending + self.borrowing) else 0
 
     def product(self, x, W, lent, arriving=(), transposed=False):
         """experts_product of own experts' rows with W; then, once it has arrived, of borrowed experts' with `lent`."""
         out, count = x.new_empty(len(x), W.shape[1] if transposed else len(W) // self.own.experts), self.count
         experts_product(x[:count], W, self.own, transposed, out=out[:count], spare=self.spare)
         wait_for(arriving)  # and for what leaves: its memory must not be used again before
-        if self.lenders:
+        if count < len(x):
             experts_product(x[count:], lent, self.borrowed, transposed, out=out[count:], spare=self.spare)
         return out
 
     def give_back(self, dY, X, dtype):
-        """Send home the gradients of borrowed experts. Returns parts (S, M, C), what comes from each of `borrowers`;
-        they are there when wait_for(self.returning) is over."""
+        """Send home the gradients of borrowed experts. Returns parts (S, M, C), what comes for each of `leaving`; they
+        are there when wait_for(self.returning) is over."""
         M, C = dY.shape[1], X.shape[1]
-        parts = torch.empty(len(self.borrowers), M, C, dtype=dtype, device=X.device)
-        back, away = [(part, rank) for part, (_, rank) in zip(parts, self.borrowers, strict=True)], []
-        if self.lenders:
-            made = experts_gradient(dY[self.count :], X[self.count :], self.borrowed, dtype)
-            away = list(zip(made.view(-1, M, C), self.lenders, strict=True))
-        self.returning += self.send(away, back, "gradients")
+        if not self.group:
+            return torch.empty(0, M, C)
+        made = experts_gradient(dY[self.count :], X[self.count :], self.borrowed, dtype)
+        parts, message = self.send(made.view(-1, M, C), self.borrowing, self.lending, "gradients")
+        self.returning.append(message)
         return parts
 
 
@@ -1001,13 +1009,18 @@ def computed_by(me, plan):
     return np.flatnonzero(own), np.flatnonzero((plan[me] > 0) & ~own)
 
 
+def lends(plan):
+    """Whether by a plan (n, E) any rank computes an expert of another."""
+    return bool((plan > at_home(plan.sum(0), len(plan))).any())
+
+
 def borrow(plan, me, mine, others, weights, group):
     """The Loans of rank `me` by a plan (n, E), with its matrices on their way. mine, others: as from computed_by."""
-    bounds = [[0, *plan[me, experts].cumsum().tolist()] for experts in (mine, others)]
-    own, borrowed = (Rows(torch.tensor(numbers)) for numbers in bounds)
-    lenders = owners(plan.shape[1], len(plan))[others].tolist()
-    borrowers = [(i, r) for i, r in np.argwhere(plan[:, mine].T).tolist() if r != me]
-    loans = Loans(weights, own, bounds[0][-1], borrowed, lenders, borrowers, group)
+    bounds = [np.append(0, plan[me, experts].cumsum()) for experts in (mine, others)]
+    own, borrowed = map(Rows, to_device(weights[0].device, *bounds), [numbers.tolist() for numbers in bounds])
+    borrowers = [np.flatnonzero(rows[mine]).tolist() if r != me else [] for r, rows in enumerate(plan)]
+    lenders = np.bincount(owners(plan.shape[1], len(plan))[others], minlength=len(plan)).tolist()
+    loans = Loans(weights, own, own.bounds[-1], borrowed, borrowers, lenders, group if lends(plan) else None)
     loans.lend()
     return loans
 
@@ -1087,14 +1100,13 @@ class Gradient:
     def finish(self):
         """dW (E M, C) with all parts; if it is forged None: the step is taken, or the factor kept."""
         wait_for(self.loans.returning)
-        part_of = [i for i, _ in self.loans.borrowers]
         if self.forged:
-            factor = ExpertFactor(*self.factors, self.parts, self.loans.own.bounds, part_of)
+            factor = ExpertFactor(*self.factors, self.parts, self.loans.own.bounds, self.loans.leaving)
             stash = self.state.handle.phase == "stashing"
             return self.state.keep(factor) if stash else step_experts(self.state, factor)
         dW = self.dW.view(self.loans.own.experts, -1, self.dW.shape[1])  # (E, M, C)
-        for part, i in zip(self.parts, part_of, strict=True):
-            dW[i] += part
+        for part, e in zip(self.parts, self.loans.leaving, strict=True):
+            dW[e] += part
         return self.dW
 
 
@@ -1355,13 +1367,7 @@ def layers_of_ranks(case, dtype, policy, groups=None, **options):
             if r == me:
                 outputs.append(dict(y=y.detach(), dx=x.grad))
     found = gradients_of_ranks(mine, whole, {"up.": groups["edp"], "down.": groups["edp"], "": everyone})
-    return outputs[0] | found[0], outputs[1] | found[1], lends(mine), mine.dropped
-
-
-def lends(moe):
-    """Whether the layer's last plan had a rank compute an expert of another."""
-    plan = moe.exchange.plan
-    return bool((plan > at_home(plan.sum(0), len(plan))).any())
+    return outputs[0] | found[0], outputs[1] | found[1], lends(mine.exchange.plan), mine.dropped
 
 
 @on_ranks
@@ -1522,7 +1528,8 @@ def train_experts(policy, way, layout="fp32", dtype=torch.float32, steps=3, D=8,
             optimizer.zero_grad()
         elif way != "armed":
             handle.release(0.1, t) if way == "stash" else handle.step_gradients(0.1, t)
-        require((policy is LLEP) == (policy is not None and lends(moe)), f"{way}: weights are lent, or not")
+        lent = policy is not None and lends(moe.exchange.plan)
+        require(lent == (policy is LLEP), f"{way}: weights are lent: {lent}")
     if layout == "master":
         weights = {name: handle[f"{name}.weight"].tensors["master"] for name in weights}
     found = {name: value.detach() for name, value in (weights | dict(dx=x.grad)).items()}
@@ -1758,7 +1765,8 @@ def train_on_domains(kind, seed, steps, options):
 #
 # What is predicted: bytes, to the byte; and that least-loaded experts bring what the loads promise, the time of plain
 # ones over the ratio of loads (largest over mean), at best: that ratio would also make the exchanges shorter, and the
-# reading of weights that have hardly any rows, which it does not.
+# reading of weights that have hardly any rows, which it does not. On two H200s, H = 4096, 95 % of the choices for one
+# expert: the ratio is 1.95, plain experts take 24.7 ms. But even loads take 15.0: 84 % of the ratio is all there is.
 #
 # Routings are made up here: every expert equally often, or a share of all choices for a few hot experts, which are
 # drawn one by one, so that a token may have one twice. Loads count here, and not which token goes where.
@@ -1816,8 +1824,8 @@ POLICY_TABLE = """GPUs, 32 experts of 4096 x H, 16384 tokens a rank, top 2, bf16
 
 def measure_policies(H, D=4096, E=32, N=16384, K=2):
     """Forward and backward of a layer of E experts, N tokens a rank: plain and least-loaded expert parallelism, and
-    what the loads promise. (rows, lines of POLICY_TABLE)."""
-    n, rows, lines = dist.get_world_size(), [], []
+    what the loads promise. (a Row of the worst case, lines of POLICY_TABLE)."""
+    n, cases, lines = dist.get_world_size(), [], []
     group = mesh(dp=n).dp
     torch.manual_seed(dist.get_rank())
     with here():  # billions of random numbers
@@ -1842,10 +1850,9 @@ def measure_policies(H, D=4096, E=32, N=16384, K=2):
         gain, label = times[0] / times[1], "even" if share is None else f"{share:.0%} on {hot}"
         lines.append(f"{H:>6}{label:>14}{ratio:8.2f}{times[0]:8.2f}{times[1]:10.2f}{gain:11.2f}{gain / ratio:15.0%}"
                      f"{peaks[1] / peaks[0]:14.2f}")
-        if share != 0.5:
-            rows.append(Row(f"LLEP, {D} x {H}, {label}: time", "EP / ratio of loads", times[0] / ratio, times[1], "ms",
-                            (0.9, 1.6)))
-    return rows, lines
+        cases.append((ratio / gain, label, times[0] / ratio, times[1]))
+    _, label, *times = max(cases)
+    return Row(f"LLEP, H = {H}, worst: {label}", "EP / ratio of loads", *times, "ms", (0.9, 1.6)), lines
 
 
 def all_checks(only=None):
@@ -1858,8 +1865,8 @@ def everything():
     """All checks and measurements of the ranks: (where they ran, fp64 errors, rows, lines)."""
     errors, rows, lines, on_gpus = all_checks(), measure_bytes(), [], here().type == "cuda"
     for width in (4096, 14336) if on_gpus else ():
-        found, more = measure_policies(width)
-        rows, lines = rows + found, lines + more
+        worst, more = measure_policies(width)
+        rows, lines = [*rows, worst], lines + more
         torch.cuda.empty_cache()
     return "GPUs, NCCL" if on_gpus else "the CPU, gloo", errors, rows, lines
 
