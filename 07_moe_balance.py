@@ -352,7 +352,7 @@ class MoE(nn.Module):
 def run_here(x, choice, begin, experts, moe):
     """All experts on this rank. x (N, D), choice (R,), begin (E + 1,), experts (N, K) -> rows (R, D) of outputs, and
     choice and place of the order that they are in (here the one that came in)."""
-    place, loans = place_of(choice, experts), Loans(matrices(moe, x.dtype), Rows(begin), len(choice))  # none is lent
+    place, loans = place_of(choice, experts), Loans(matrices(moe, x.dtype), Rows(begin), len(choice))  # 6: none lent
     return expert_mlp(_Take.apply(x, choice // experts.shape[1], place), moe, loans), choice, place
 
 
