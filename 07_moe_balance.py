@@ -80,7 +80,7 @@ low_comm = importlib.import_module("06_low_comm_sync")
 HAS_TRITON, INTERPRETED, require = base.HAS_TRITON, base.INTERPRETED, base.require
 triton, tl, load_tile, dot, tile_at = cce.triton, cce.tl, cce.load_tile, cce.dot, cce.tile_at
 on_ranks, in_ranks, here, mesh, Row = parallel.on_ranks, parallel.in_ranks, parallel.here, parallel.mesh, parallel.Row
-size, rank_in, shares, sent = parallel.size, parallel.rank_in, parallel.shares, parallel.sent
+size, rank_in, sent = parallel.size, parallel.rank_in, parallel.sent
 
 
 # ==== 1. The layer, written out, and sorted ===========================================================================
@@ -92,7 +92,7 @@ size, rank_in, shares, sent = parallel.size, parallel.rank_in, parallel.shares, 
 #                                                 K = 1: expert 0, weight .50
 #
 # With K = 1 dividing would make the weight 1 whatever the router says: its gradient would be 0, and it would not learn.
-# (DeepSeek-V3 takes a sigmoid of each logit instead of the softmax. The rest is the same, but all scores of a token may
+# (DeepSeek-V3 takes a sigmoid of each logit instead of the softmax. The rest is similar, but all scores of a token may
 # underflow, and then the division is 0 / 0.)
 
 
@@ -166,7 +166,7 @@ def place_of(choice, experts):
 
 def capacity_of(factor, N, K, E):
     """Choices that an expert takes at most: `factor` times its fair share. arXiv 2101.03961."""
-    return math.ceil(factor * N * K / E)
+    return math.ceil(round(factor * N * K / E, 9))  # 1.1 x 50 is a little more than 55 in fp64
 
 
 # ==== 2. Balance: two losses, two ways to count, and a bias ===========================================================
@@ -184,8 +184,9 @@ def capacity_of(factor, N, K, E):
 # code away from the expert that knows code. To do better costs little: f has no gradient, so only E counts have to be
 # summed over the ranks, and p may stay local. The mean over ranks of these gradients is that of the global loss.
 #
-# DeepSeek-V3 has no such loss: after each step b_e += rate sign(mean load - load_e), a bias added where experts are
-# chosen. And the z-loss, mean (log sum exp logits)^2, keeps logits small: of large ones 16 bits lose the differences.
+# DeepSeek-V3 hardly needs one: after each step b_e += rate sign(mean load - load_e), a bias added where experts are
+# chosen. And the z-loss, mean (log sum exp logits)^2, keeps logits small: where a router works in 16 bits, of large
+# ones the differences are lost.
 
 
 def counts_of(experts, E):
@@ -287,7 +288,8 @@ def recording():
 
 
 class Experts(nn.Module):
-    """One matrix (M, C) of each of E experts, one below the other: weight (E M, C). forged: 04's state, or None."""
+    """One matrix (M, C) of each of E experts, of this rank's once they are cut, one below the other: weight (E M, C).
+    forged: 04's state, or None."""
 
     forged = None
 
@@ -299,21 +301,22 @@ class Experts(nn.Module):
 
 
 class MoE(nn.Module):
-    """x (..., D) fp32, bf16 or fp64 -> (..., D): E experts of `hidden` units, each token through its best top_k.
+    """x (..., D) of the weights' dtype (fp32, bf16, fp64), or under autocast -> (..., D): E experts of `hidden` units,
+    each token through its best top_k.
 
     Parameters router (E, D), up.weight (E hidden, D), down.weight (E D, hidden); buffer bias (E,), Balance's. capacity:
-    how many times its fair share of this rank's choices an expert takes, before it drops them; None: all. bottleneck:
-    BigMac's d, below D, and then the width of up and down. After a forward pass with gradients, take_routing() gives
-    its Routing, once; dropped: the share of choices that the last pass dropped. ValueError on what does not fit."""
+    how many times its fair share of this rank's choices an expert takes, before it drops them; None: all; may be set
+    later. bottleneck: BigMac's d, below D, and then the width of up and down; 0: none. After a forward pass with
+    gradients take_routing() gives its Routing, once; until then, or the next pass, it keeps that pass's graph. dropped:
+    the share of choices that the last pass dropped. ValueError on what does not fit."""
 
-    def __init__(self, dim, hidden, experts, top_k=2, capacity=None, bottleneck=None):
+    def __init__(self, dim, hidden, experts, top_k=2, capacity=None, bottleneck=0):
         super().__init__()
         good = capacity is None or 0 < capacity < math.inf
         base.refuse((hidden < 1, f"hidden is {hidden}: use 1 or more"),
                     (not 1 <= top_k <= experts, f"top_k {top_k} of {experts} experts: use 1 to {experts}"),
                     (not good, f"capacity is {capacity}: use None, or a finite factor above 0"),
-                    (bottleneck is not None and not 1 <= bottleneck < dim,
-                     f"bottleneck is {bottleneck}: use None, or a width from 1 to {dim - 1}"))
+                    (not 0 <= bottleneck < dim, f"bottleneck is {bottleneck}: use a width from 1 to {dim - 1}, or 0"))
         width = bottleneck or dim
         self.experts, self.top_k, self.capacity = experts, top_k, capacity
         self.router = nn.Parameter(torch.empty(experts, dim))
@@ -342,6 +345,9 @@ class MoE(nn.Module):
         rows, choice, place = self.exchange(x, choice, begin, routing.experts, self)  # (R, D)
         return self.widen(_Combine.apply(rows, routing.weights, choice, place))
 
+    def __getstate__(self):  # a copy (of weights to be averaged, say) has no pass behind it
+        return self.__dict__ | dict(routing=None)
+
     def take_routing(self):
         """The Routing of the last forward pass that counted. ValueError if there was none since."""
         base.refuse((self.routing is None, "no forward pass with gradients since the last call: call once after each"))
@@ -352,13 +358,13 @@ class MoE(nn.Module):
 def run_here(x, choice, begin, experts, moe):
     """All experts on this rank. x (N, D), choice (R,), begin (E + 1,), experts (N, K) -> rows (R, D) of outputs, and
     choice and place of the order that they are in (here the one that came in)."""
-    place, loans = place_of(choice, experts), Loans(matrices(moe, x.dtype), Rows(begin), len(choice))  # 6: none lent
+    place, loans = place_of(choice, experts), Loans(matrices(moe, x.dtype), Rows(begin), len(choice))  # no loans (6)
     return expert_mlp(_Take.apply(x, choice // experts.shape[1], place), moe, loans), choice, place
 
 
 def matrices(moe, dtype):
     """up (E H, D) and down (E D, H) of this rank's experts, for products in this dtype."""
-    return [experts.weight.detach().to(dtype) for experts in (moe.up, moe.down)]
+    return [part.weight.detach().to(dtype) for part in (moe.up, moe.down)]
 
 
 def layers_with_experts(model):
@@ -378,7 +384,7 @@ class Block(base.Block):
 @dataclasses.dataclass(frozen=True)
 class GPTConfig(base.GPTConfig):
     """01's, with experts. hidden: units of an expert; 0: 4 dim / top_k, so that a token meets as many weights as in the
-    dense model. bottleneck: BigMac's width; 0: none."""
+    dense model (without a bottleneck). bottleneck: BigMac's width; 0: none."""
 
     experts: int = 8
     top_k: int = 2
@@ -386,12 +392,12 @@ class GPTConfig(base.GPTConfig):
     bottleneck: int = 0
 
     def width(self):
-        return self.hidden or max(1, 4 * self.dim // self.top_k)
+        return self.hidden or max(1, 4 * self.dim // max(1, self.top_k))
 
     def layer_change(self, active):
         """Parameters of a layer's router, `active` of its experts and bottleneck, less those of the dense MLP."""
-        experts = 2 * active * (self.bottleneck or self.dim) * self.width()
-        return self.experts * self.dim + experts + 2 * self.dim * self.bottleneck - 8 * self.dim**2
+        weights = 2 * active * (self.bottleneck or self.dim) * self.width()
+        return self.experts * self.dim + weights + 2 * self.dim * self.bottleneck - 8 * self.dim**2
 
     def parameters(self):
         return super().parameters() + self.layers * self.layer_change(self.experts)
@@ -423,7 +429,7 @@ def with_experts(model, **options):
         like = block.norm2.weight  # has the model's device and dtype, even where matrices have no memory yet (train.py)
         with like.device:
             moes.append(MoE(config.dim, config.width(), config.experts, config.top_k,
-                            bottleneck=config.bottleneck or None).to(like.dtype))
+                            bottleneck=config.bottleneck).to(like.dtype))
         into_stream = moes[-1].widen if config.bottleneck else moes[-1].down
         nn.init.normal_(into_stream.weight, std=0.02 / math.sqrt(2 * config.layers))  # as in 01
     model.config = config
@@ -457,8 +463,8 @@ def with_experts(model, **options):
 # rows the weights' bytes are the bound, and no kernel helps.
 #
 # Gradients of weights, dW_e = dY_e^T X_e, are sums over an expert's rows. torch's grouped_mm makes all of them in one
-# launch, in 16 bits (for X W^T it is slower than ours where one expert is hot). In fp32, what master weights want, or
-# fp64, and where experts are large, the loop is as good or better.
+# launch, in 16 bits (for X W^T it is slower than ours where one expert is hot). The loop is as good or better in fp32
+# (gradients of master weights), in fp64, and for large experts.
 
 TILES = {
     "16-bit": dict(BLOCK_R=128, BLOCK_M=256, BLOCK_C=64, num_warps=8, num_stages=4),
@@ -489,7 +495,7 @@ class Rows:
         if bounds is None:
             self.coming = filtering.Readback(begin)
         else:
-            self.bounds = bounds
+            self.bounds = bounds  # hides the property
 
     @functools.cached_property
     def bounds(self):
@@ -546,6 +552,7 @@ def product_kernel(
 
 def choose_backend(a, b, backend):
     """"triton" or "torch", as in 02; no rows, no launch."""
+    base.refuse((backend == "v3", "backend is 'v3': use auto, triton or torch"))
     found = cce.choose_backend(backend, a, b)
     return found if len(a) and len(b) else "torch"
 
@@ -556,7 +563,7 @@ def experts_product(x, W, rows, transposed=False, backend="auto", out=None, spar
     the loop. backend: "triton", "torch" (the loop), "auto". out: where to, contiguous. spare: multiprocessors that the
     kernel leaves to others. ValueError on dtypes or backends that do not fit."""
     E, x = rows.experts, cce.rows_contiguous(x)
-    M, C = (W.shape[1], len(W) // E) if transposed else (len(W) // E, W.shape[1])  # as the kernel has them
+    M, C = (W.shape[1], len(W) // E) if transposed else (len(W) // E, W.shape[1])  # outputs, and what is summed over
     out = x.new_empty(len(x), M) if out is None else out
     large = backend == "auto" and 2 * len(x) * M * C >= LOOP_FROM * E
     if choose_backend(x, W, backend) == "torch" or large:
@@ -565,7 +572,8 @@ def experts_product(x, W, rows, transposed=False, backend="auto", out=None, spar
             torch.mm(x[span], W[e] if transposed else W[e].T, out=out[span])
         return out
     options = TILES["16-bit" if x.element_size() == 2 else "32-bit"]
-    # A tile across the end of an expert's matrix would multiply the next one's weights by 0: NaN if they are infinite.
+    # Transposed, C runs down W's rows: a tile across the end of an expert would multiply the next one's weights by 0,
+    # which is NaN if they are infinite.
     fetched = cce.takes_descriptors(x, W) and C % options["BLOCK_C"] == 0
     operands = x, W
     if fetched:
@@ -583,9 +591,10 @@ def experts_gradient(dy, x, rows, dtype=None, backend="auto"):
     """dy (R, M), x (R, C) sorted by expert -> dW (E M, C) in `dtype` (that of x): dy_e^T x_e, 0 for an expert without
     rows. Sums in fp32 (fp64 of fp64). backend: "torch" (the loop), "grouped" (torch's grouped_mm), "auto"."""
     E, M, C, dtype = rows.experts, dy.shape[1], x.shape[1], dtype or x.dtype
+    base.refuse((backend not in ("auto", "torch", "grouped"), f"backend is {backend!r}: use auto, torch or grouped"))
     fits = x.is_cuda and dtype == x.dtype and x.element_size() == 2 and M % 8 == C % 8 == 0  # rows of 16 bytes
     if backend == "grouped" or backend == "auto" and fits and 2 * len(x) * M * C < GRADIENT_LOOP_FROM * E:
-        return F.grouped_mm(dy.contiguous().T, x.contiguous(), offs=rows.begin[1:].int()).flatten(0, 1)
+        return F.grouped_mm(dy.contiguous().T, x.contiguous(), offs=rows.begin[1:].int()).flatten(0, 1).to(dtype)
     out = x.new_empty(E, M, C, dtype=dtype)
     for e, span in rows.spans():
         forging.weight_gradient(dy[span], x[span], out[e])
@@ -752,6 +761,7 @@ def table(counts, plan):
     kept = np.minimum(counts, plan)  # (n, E)
     left, room = counts - kept, plan - kept
     left_end, room_end = left.cumsum(0), room.cumsum(0)
+    # What two pieces share is the lesser end less the greater start; below 0: nothing. For all s and d at once:
     rows = np.minimum(left_end[:, None], room_end) - np.maximum((left_end - left)[:, None], room_end - room)
     rows = rows.clip(0)  # (n, n, E)
     rows[np.arange(len(plan)), np.arange(len(plan))] += kept
@@ -759,9 +769,9 @@ def table(counts, plan):
 
 
 def sorted_runs(labels, lengths):
-    """Rows lie in runs, run (a, b) after run (a, b - 1), of lengths (A, B), with the labels (B,) whatever a is. Sorts
-    the runs by label, and leaves those of one label as they lie: (A B,) each, where a run ends then, and how far its
-    rows were from where they are then."""
+    """Run (a, b), lengths[a, b] rows, lies behind run (a, b - 1). Sorts runs by labels[b], equal ones stay in order:
+    (A B,) each, where a run ends then, and `moved`: row i then is row i + moved of before. The drawing's second sort:
+    runs e0 2, e0 3, e1 1, e1 1 end at 2, 5, 6, 7 and have moved 0, 1, -3, 0."""
     order = np.broadcast_to(labels, lengths.shape).ravel().argsort(kind="stable")
     ends, lengths = lengths.ravel().cumsum()[order], lengths.ravel()[order]
     new_ends = lengths.cumsum()
@@ -798,34 +808,34 @@ class ExpertParallel:
 
     def __call__(self, x, choice, begin, experts, moe):
         n, me = size(self.group), rank_in(self.group)
-        # The host waits for the device here: it has to know how much to send. Then the device waits until the rows set
-        # out, so what need not come before that comes behind it.
+        # cpu() waits for the device: the host has to know how much to send. Then the device idles until the rows leave,
+        # so only what that needs comes before.
         counts = parallel.gather(begin.diff().unsqueeze(0), self.group, 0).cpu().numpy()  # (n, E)
         self.plan = plan = self.policy(counts.sum(0), n)
-        rows = table(counts, plan)
+        lending, rows, own = lends(plan), table(counts, plan), owners(moe.experts, n) == me
+        base.refuse(((plan.sum(0) != counts.sum(0)).any(), "the policy's plan is not of as many rows as there are"),
+                    (lending and not self.wires, "the policy lends: give it to expert_parallel, which prepares that"))
         give, arriving = rows[me].sum(1).tolist(), rows[:, me].sum(1).tolist()
         ranks = [r for r in range(n) if r != me] + [me]  # 05's exchange() wants what stays here last
-        leave = sorted_runs(np.argsort(ranks), rows[me].T)  # of an expert's choices the first ones are for rank 0
-        choice = choice[rows_of(*to_device(x.device, *leave), sum(give))]
+        # Runs (e, d), as choices lie: of an expert's the first ones are for rank 0. argsort(ranks)[d] is d's turn.
+        leave = rows_of(*to_device(x.device, *sorted_runs(np.argsort(ranks), rows[me].T)), sum(give))
+        choice = choice[leave]
         place = place_of(choice, experts)
         arrived = parallel.exchange(_Take.apply(x, choice // experts.shape[1], place), give, arriving, self.group)
 
-        mine, others = computed_by(me, plan)
-        slots = np.zeros(moe.experts, np.int64)  # own experts come first, then borrowed ones
-        slots[np.concatenate((mine, others))] = np.arange(len(mine) + len(others))
-        loans = borrow(plan, me, mine, others, matrices(moe, x.dtype), self.wires)
-        arrive = rows_of(*to_device(x.device, *sorted_runs(slots, rows[ranks, me])), sum(arriving))
-        back = place_of(arrive, arrive.unsqueeze(1))  # (R, 1)
-        out = expert_mlp(_Take.apply(arrived, arrive, back), moe, loans)
-        out = _Take.apply(out, back.squeeze(1), arrive.unsqueeze(1))
+        loans = borrow(plan, me, matrices(moe, x.dtype), self.wires if lending else None)
+        turn = np.arange(moe.experts) + moe.experts * ~own  # own experts first, then borrowed ones
+        # Runs (s, e), as rows have come: source by source, own ones last.
+        arrive = rows_of(*to_device(x.device, *sorted_runs(turn, rows[ranks, me])), sum(arriving))
+        back = filtering.inverse(arrive)  # (R,)
+        out = expert_mlp(_Take.apply(arrived, arrive, back.unsqueeze(1)), moe, loans)
+        out = _Take.apply(out, back, arrive.unsqueeze(1))
         return parallel.exchange(out, arriving, give, self.group), choice, place
 
 
 @functools.cache
 def twin(group):
     """Another group of the same ranks, which all of them make together."""
-    if group is None:
-        return None
     options = None
     if dist.get_backend(group) == "nccl":
         options = dist.ProcessGroupNCCL.Options()
@@ -836,7 +846,7 @@ def twin(group):
 
 def expert_parallel(model, group, policy="ep"):
     """Cut the experts of every MoE in the model in place: each rank of the group keeps an equal range. All ranks start
-    from equal weights. policy: "ep", "llep" (section 6), or a function as in ExpertParallel. group None: one rank.
+    from equal weights. policy: "ep", "llep" (section 6), or a function as in ExpertParallel. One rank, None: no change.
 
     A rank's gradients of its experts are those of all ranks' tokens, and need no further sum; those of all other
     parameters are of its own tokens. Returns {name: (row, 0)}, where each cut weight begins in the whole one, for 04's
@@ -848,9 +858,11 @@ def expert_parallel(model, group, policy="ep"):
     for moe in layers:
         base.refuse((moe.experts % n, f"{moe.experts} experts over {n} ranks: use a number that {n} divides"),
                     (moe.exchange is not run_here, "the experts are cut already: call expert_parallel once"))
+    if n == 1:
+        return {}
     for moe in layers:
         moe.exchange = ExpertParallel(group, POLICIES.get(policy, policy))
-    for name, module in model.named_modules() if n > 1 else ():
+    for name, module in model.named_modules():
         if isinstance(module, Experts):
             parallel.cut(module, "weight", 0, group)
             module.experts //= n
@@ -867,8 +879,8 @@ def exchange_bytes(N, K, D, n, itemsize):
 #
 # All rows of a popular expert go to one rank. That rank can lend the expert's weights to ranks that have less to do,
 # and part of the rows goes there; their gradients of the weights come home and are added. An expert's arithmetic over R
-# rows is 12 R D H FLOPs, forward and backward; its weights and their gradients are 4 D H numbers. So the part that
-# leaves, a chunk, must be large to be worth it (`least` rows).
+# rows is 12 R D H FLOPs, forward and backward; its weights and their gradients are 4 D H numbers. In bf16, at 600
+# TFLOP/s and 330 GB/s, these travel as long as 1,200 rows compute: what leaves, a chunk, has to be some `least` rows.
 #
 # The plan (2601.17111, its names): experts come in order of load, the heaviest first. A rank's `assigned` are rows that
 # have been given to it, its `pending` are those of its own experts whose turn has not come; together they may reach
@@ -903,6 +915,7 @@ def least_loaded(loads, n, least=1024, imbalance=1.3):
         plan[home, e] = kept = min(max(0, limit - load_of(home)), rest)
         assigned[home] += kept
         rest -= kept
+        # Only r's own load grows below, so that the order stays right.
         others = sorted((r for r in range(n) if r != home), key=load_of) if rest else []
         for r in others:
             chunk = min(rest, limit - load_of(r))
@@ -944,14 +957,14 @@ class Loans:
     down (E D, H) in the dtype of the products. own: Rows of its experts, which are the first `count` rows; borrowed:
     Rows of those that it borrows, which come behind (None: none).
 
-    borrowers: for each rank the own experts that it borrows; lenders: how many experts each rank lends to this one.
-    group: of these messages, to which all of its ranks come; None: nobody lends."""
+    borrowers: for each rank the own experts that it borrows, by their numbers here; lenders: how many experts each rank
+    lends to this one. group: of these messages, to which all of its ranks come; None: nobody lends."""
 
     def __init__(self, weights, own, count, borrowed=None, borrowers=(), lenders=(), group=None):
         self.weights, self.own, self.count, self.borrowed, self.group = weights, own, count, borrowed, group
         self.leaving = list(itertools.chain(*borrowers))  # own experts, once for each loan, rank by rank
-        self.lending, self.borrowing = [*map(len, borrowers)], lenders
-        self.lent = [w.new_empty(0, w.shape[1]) for w in weights]  # up and down of S borrowed experts (S M, C)
+        self.lending, self.borrowing = [*map(len, borrowers)], list(lenders)
+        self.theirs = [w.new_empty(0, w.shape[1]) for w in weights]  # up and down of S borrowed experts (S M, C)
         self.arriving, self.returning = ([], []), []  # messages under way: of up, of down; of gradients
 
     def send(self, matrices, give, take, kind):
@@ -966,9 +979,9 @@ class Loans:
         for i, weight in enumerate(self.weights if self.group else ()):
             home = weight.view(self.own.experts, -1, weight.shape[1])  # (E, M, C)
             away = torch.cat([home[:0], *(home[e : e + 1] for e in self.leaving)])  # (S, M, C)
-            lent, message = self.send(away, self.lending, self.borrowing, "weights")
+            found, message = self.send(away, self.lending, self.borrowing, "weights")
             self.arriving[i].append(message)
-            self.lent[i] = lent.flatten(0, 1)
+            self.theirs[i] = found.flatten(0, 1)
 
     @property
     def spare(self):
@@ -976,18 +989,18 @@ class Loans:
         under_way = any(self.arriving) or self.returning
         return MESSAGE_BLOCKS if under_way and any(self.lending + self.borrowing) else 0
 
-    def product(self, x, W, lent, arriving=(), transposed=False):
-        """experts_product of own experts' rows with W; then, once it has arrived, of borrowed experts' with `lent`."""
+    def product(self, x, W, theirs, arriving=(), transposed=False):
+        """experts_product of own experts' rows with W; then, when it has arrived, of borrowed ones' with `theirs`."""
         out, count = x.new_empty(len(x), W.shape[1] if transposed else len(W) // self.own.experts), self.count
         experts_product(x[:count], W, self.own, transposed, out=out[:count], spare=self.spare)
         wait_for(arriving)  # and for what leaves: its memory must not be used again before
         if count < len(x):
-            experts_product(x[count:], lent, self.borrowed, transposed, out=out[count:], spare=self.spare)
+            experts_product(x[count:], theirs, self.borrowed, transposed, out=out[count:], spare=self.spare)
         return out
 
     def give_back(self, dY, X, dtype):
-        """Send home the gradients of borrowed experts. Returns parts (S, M, C), what comes for each of `leaving`; they
-        are there when wait_for(self.returning) is over."""
+        """Send home the gradients of borrowed experts, and receive those of lent ones: parts (S, M, C), one for each of
+        `leaving`; they are there when wait_for(self.returning) is over."""
         M, C = dY.shape[1], X.shape[1]
         if not self.group:
             return torch.empty(0, M, C)
@@ -1003,24 +1016,21 @@ def wait_for(messages):
         messages.pop().wait()
 
 
-def computed_by(me, plan):
-    """The experts that rank `me` computes by a plan (n, E): all of its own, and those that it borrows."""
-    own = owners(plan.shape[1], len(plan)) == me
-    return np.flatnonzero(own), np.flatnonzero((plan[me] > 0) & ~own)
-
-
 def lends(plan):
     """Whether by a plan (n, E) any rank computes an expert of another."""
     return bool((plan > at_home(plan.sum(0), len(plan))).any())
 
 
-def borrow(plan, me, mine, others, weights, group):
-    """The Loans of rank `me` by a plan (n, E), with its matrices on their way. mine, others: as from computed_by."""
+def borrow(plan, me, weights, group):
+    """The Loans of rank `me` by a plan (n, E), with matrices `weights` on their way. group: None if nobody lends."""
+    owner = owners(plan.shape[1], len(plan))
+    mine, others = np.flatnonzero(owner == me), np.flatnonzero((plan[me] > 0) & (owner != me))
     bounds = [np.append(0, plan[me, experts].cumsum()) for experts in (mine, others)]
     own, borrowed = map(Rows, to_device(weights[0].device, *bounds), [numbers.tolist() for numbers in bounds])
     borrowers = [np.flatnonzero(rows[mine]).tolist() if r != me else [] for r, rows in enumerate(plan)]
-    lenders = np.bincount(owners(plan.shape[1], len(plan))[others], minlength=len(plan)).tolist()
-    loans = Loans(weights, own, own.bounds[-1], borrowed, borrowers, lenders, group if lends(plan) else None)
+    # Owners have ranges of experts: in order they are lender by lender, as all_to_all_single delivers them.
+    lenders = np.bincount(owner[others], minlength=len(plan)).tolist()
+    loans = Loans(weights, own, own.bounds[-1], borrowed, borrowers, lenders, group)
     loans.lend()
     return loans
 
@@ -1034,10 +1044,10 @@ def borrow(plan, me, mine, others, weights, group):
 #
 # x and hidden are kept; active is made again, which is R H elements less than autograd would keep.
 #
-# Skip on a first reading, up to Gradient, and there what is `forged`. With FORGE (04) backward does not leave dW, it
-# takes the optimizer's step. forge(model) gives a weight a state, and the model a handle, which has a phase: idle (dW
-# as usual), armed (take the step), stashing (keep a factor, that is, what dW is a product of, for later). Two things
-# are different with experts. A weight is E matrices, so its factor writes any range of its rows from several experts'
+# Skip ExpertFactor and step_experts on a first reading, and in Gradient what is `forged`. With FORGE (04) backward does
+# not leave dW, it takes the optimizer's step. forge(model) gives a weight a state, and the model a handle, which has a
+# phase: idle (dW as usual), armed (take the step), stashing (keep a factor, what dW is a product of, for later). Two
+# things differ with experts. A weight is E matrices, so its factor writes any range of its rows from several experts'
 # rows of dY and X. And dW is complete only when what borrowers computed has come home: so the step is taken at the end
 # of backward. By then dx has been made, with the weights of forward (--break new-weight).
 
@@ -1092,7 +1102,7 @@ class Gradient:
         self.state, self.loans, own = state, loans, loans.count
         self.forged = state is not None and state.handle.phase != "idle"
         dtype = torch.float32 if self.forged else weight.dtype  # a step sums parts in fp32
-        # dW, or what it is a product of: both would keep memory that dhidden and dx can have.
+        # dW, or what it is a product of, never both: dhidden and dx can use the memory.
         self.factors = (dY[:own], X[:own]) if self.forged else None
         self.dW = None if self.forged else experts_gradient(dY[:own], X[:own], loans.own, dtype)
         self.parts = loans.give_back(dY, X, dtype)
@@ -1117,29 +1127,29 @@ class _ExpertMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, up, down, loans, states):
         ctx.loans, ctx.states, ctx.versions = loans, states, [up._version, down._version]
-        hidden = loans.product(x, loans.weights[0], loans.lent[0], loans.arriving[0])  # (R, H)
-        out = loans.product(F.gelu(hidden), loans.weights[1], loans.lent[1], loans.arriving[1])  # (R, D)
-        ctx.save_for_backward(x, hidden, up, down, *loans.lent)
-        loans.weights = loans.lent = None  # ctx keeps the Loans
+        hidden = loans.product(x, loans.weights[0], loans.theirs[0], loans.arriving[0])  # (R, H)
+        out = loans.product(F.gelu(hidden), loans.weights[1], loans.theirs[1], loans.arriving[1])  # (R, D)
+        ctx.save_for_backward(x, hidden, up, down, *loans.theirs)
+        loans.weights = loans.theirs = None  # ctx keeps the Loans
         return out
 
     @staticmethod
     @once_differentiable
     @cce.without_autocast
     def backward(ctx, dy):
-        x, hidden, up, down, up_lent, down_lent = (t.detach() for t in ctx.saved_tensors)
-        (state_up, state_down), loans, dy = ctx.states, ctx.loans, dy.contiguous()
         for state, version in zip(ctx.states, ctx.versions, strict=True):
             if state:
-                state.on_backward(version)
+                state.on_backward(version)  # before autograd looks at versions, too: its error names no remedy
+        x, hidden, up, down, up_theirs, down_theirs = (t.detach() for t in ctx.saved_tensors)
+        (state_up, state_down), loans, dy = ctx.states, ctx.loans, dy.contiguous()
         gradients = [None, None]
         if cce.wanted(ctx, 2):
             gradients[1] = Gradient(down, state_down, dy, F.gelu(hidden), loans)
-        dhidden = loans.product(dy, down.to(x.dtype), down_lent, transposed=True)  # (R, H)
+        dhidden = loans.product(dy, down.to(x.dtype), down_theirs, transposed=True)  # (R, H)
         dhidden = torch.ops.aten.gelu_backward(dhidden, hidden)
         if cce.wanted(ctx, 1):
             gradients[0] = Gradient(up, state_up, dhidden, x, loans)
-        dx = loans.product(dhidden, up.to(x.dtype), up_lent, transposed=True)  # (R, D): before the step
+        dx = loans.product(dhidden, up.to(x.dtype), up_theirs, transposed=True)  # (R, D): before the step
         return dx, *(gradient and gradient.finish() for gradient in gradients), None, None
 
 
@@ -1219,7 +1229,7 @@ def check_routing(N=40, E=7, seed=0):
         of_expert = [(experts.flatten() == e).nonzero().flatten().tolist()[:capacity] for e in range(E)]
         want = sum(of_expert, []), [0, *itertools.accumulate(map(len, of_expert))]
         parallel.expect(f"capacity {capacity}: choice, begin", (choice.tolist(), begin.tolist()), want)
-    parallel.expect("capacity", capacity_of(1.25, 10, 2, 8), 4)
+    parallel.expect("capacities", (capacity_of(1.25, 10, 2, 8), capacity_of(1.1, 50, 1, 1)), (4, 55))
 
 
 def check_products(device="cpu", dtypes=(torch.float32, torch.bfloat16), seed=0):
@@ -1270,13 +1280,14 @@ def check_layer(N=30, D=8, E=5, seed=0):
     parameters that its config says, and begins as 01's (0.02 over the root of twice two layers). What cannot be is
     refused."""
     torch.manual_seed(seed)
-    for K, bottleneck in ((1, None), (2, None), (2, 4)):
+    for K, bottleneck in ((1, 0), (2, 0), (2, 4)):
         moe = random_layer(torch.float64, D, 12, E, K, bottleneck=bottleneck)
         x, dy = torch.randn(2, N, D, dtype=torch.float64)
         leaves, up, down = [x.requires_grad_(), *moe.parameters()], moe.up.weight, moe.down.weight
         for capacity in (None, float(E), 0.7):
             moe.capacity = capacity
-            got, chosen = moe(x), moe.take_routing().experts
+            got, _ = moe(x), copy.deepcopy(moe)  # also with a pass behind it
+            chosen = moe.take_routing().experts
             choice, _ = order_by_expert(chosen, E, capacity and capacity_of(capacity, N, K, E))
             kept = place_of(choice, chosen) >= 0  # (N, K)
             gone = 1 - kept.double().mean().item()
@@ -1298,15 +1309,17 @@ def check_layer(N=30, D=8, E=5, seed=0):
         parallel.expect(f"what is added to the stream, with {options}", into_stream.std().item(), 0.01, 0.1)
     of_router = GPTConfig(64, 8, 2, 2, 32, 8, 2).flops_per_token() - dense.config.flops_per_token()
     parallel.expect("FLOPs beside those of a dense MLP of as many weights", of_router, 6 * 2 * 8 * 32)
-    expert_parallel(model, None)
+    parallel.expect("weights cut for one rank", expert_parallel(model, None), {})
+    x, index = torch.ones(2, 2), torch.zeros(2, 1, dtype=torch.int64)
     for words, action in {
         "top_k 3 of 2": lambda: MoE(8, 8, 2, 3), "hidden is 0": lambda: MoE(8, 0, 2),
         "bottleneck is 8": lambda: MoE(8, 8, 2, bottleneck=8),
         "capacity is inf": lambda: MoE(8, 8, 2, capacity=math.inf),
         "no forward pass": layer.take_routing, "no loss()": Balance(layer).step, "no experts": lambda: Balance(dense),
-        "top_k 9": lambda: with_experts(dense, top_k=9), "experts already": lambda: with_experts(model),
+        "top_k 0": lambda: with_experts(dense, top_k=0), "experts already": lambda: with_experts(model),
+        "top_k 9": lambda: with_experts(dense, top_k=9), "is 'v3'": lambda: gather_rows(x, index, backend="v3"),
+        "use auto, torch": lambda: experts_gradient(x, x, Rows(torch.tensor([0, 2])), backend="loop"),
         "policy is None": lambda: expert_parallel(layer, None, None),
-        "cut already": lambda: expert_parallel(model, None),
         "no multiple": lambda: fold(tp=2, dp=3, ep=4), "use 1 or more": lambda: fold(ep=0),
     }.items():
         parallel.must_raise(words, action)
@@ -1387,7 +1400,13 @@ def check_expert_parallel():
         for dtype in (torch.float32, torch.bfloat16) if case == hot[0] and not options else ():
             peer, got, *_ = layers_of_ranks(case, dtype, policy)
             parallel.as_good(name, dtype, got, peer, serial)
-    parallel.must_raise("over", lambda: expert_parallel(MoE(8, 8, 2 * n + 1), mesh(dp=n).dp))
+    moe, group, x = MoE(8, 8, 2 * n, 1).to(here()), mesh(dp=n).dp, torch.ones(9, 8, device=here())
+    expert_parallel(moe, group)
+    parallel.must_raise("over", lambda: expert_parallel(MoE(8, 8, 2 * n + 1), group))
+    parallel.must_raise("cut already", lambda: expert_parallel(moe, group))
+    for words, policy in {"as many rows": lambda *loads: at_home(*loads) + 1, "policy lends": LLEP}.items():
+        moe.exchange.policy = policy
+        parallel.must_raise(words, lambda: moe(x))
     return worst
 
 
@@ -1563,6 +1582,12 @@ def check_forged_experts():
     exact, peer = (train_experts(None, "torch", dtype=dtype, **wide) for dtype in (fp64, f32))
     found = train_experts("ep", "armed", rung="slab", **wide)
     parallel.as_good("forged experts, several slabs each", f32, found, peer, exact)
+    moe = random_layer(f32, 8, 12, 8)
+    forging.forge(moe, SGD, data_parallel=1).arm(0.1, 1)
+    y = moe(torch.ones(4, 8, device=here()))
+    with torch.no_grad():
+        moe.down.weight.mul_(1)
+    parallel.must_raise("changed between forward and backward", y.sum().backward)
 
 
 def check_recompute():
@@ -1609,19 +1634,19 @@ def check_folding():
     parallel.expect("a stage's copies", fold(tp=2, dp=2, ep=2, pp=2)["edp"], [[0, 2], [1, 3], [4, 6], [5, 7]])
     n = dist.get_world_size()
     cp = 2 if n % 4 == 0 else 1
-    attention, experts = mesh(tp=n // cp, cp=cp), folded_groups(tp=n // cp, cp=cp, ep=n)["ep"]
+    attention, everyone = mesh(tp=n // cp, cp=cp), folded_groups(tp=n // cp, cp=cp, ep=n)["ep"]
     whole = with_experts(parallel.tiny(n), hidden=16, experts=2 * n, top_k=2)
     model, (tokens, targets) = copy.deepcopy(whole), parallel.tiny_tokens(whole, 1)
     parallel.serial_loss(whole, tokens, targets).backward()
     parallel.tensor_parallel(model, attention.tp, sequence=True)
     if cp > 1:
         parallel.context_parallel(model, attention.cp)
-    expert_parallel(model, experts)
+    expert_parallel(model, everyone)
     tokens, targets = (parallel.split_sequence(x, attention.cp) for x in (tokens, targets))
     loss = parallel.vocab_parallel_cross_entropy(
         model(tokens), model.classifier, targets, attention.tp, model.config.vocab, sequence=True, reduction="sum")
     (loss / parallel.global_count(targets != -100, attention.cp)).backward()
-    groups = {"moe.up": None, "moe.down": None, "moe.router": experts, "": attention.cp}
+    groups = {"moe.up": None, "moe.down": None, "moe.router": everyone, "": attention.cp}
     want, found = gradients_of_ranks(model, whole, groups)
     worst = parallel.compare("folded", found, want)
     if cp > 1:
@@ -1630,8 +1655,7 @@ def check_folding():
     return worst
 
 
-# Bugs to plant. All but leaves-early, for which the others wait, run to their end and train something: that it is not
-# what it should be only a comparison tells.
+# Bugs to plant. All but leaves-early, for which the others wait, run to their end: only a comparison tells.
 
 
 def _step_at_once(*arguments, gradient=Gradient):
