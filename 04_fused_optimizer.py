@@ -1287,8 +1287,7 @@ class State:
 
     def on_forward(self, weight):
         """A use of `weight` in a forward pass. ValueError if it is the second one since arm()."""
-        inside_backward = torch._C._current_graph_task_id() >= 0  # checkpointing recomputes; torch's asks the same way
-        waits = torch.is_grad_enabled() and weight.requires_grad and not inside_backward
+        waits = torch.is_grad_enabled() and weight.requires_grad and not inside_backward()
         counts = waits and self.handle.phase == "armed" and not self.hooked
         base.refuse((weight is not self.weight,
                      f"{self.name} was replaced after forge() (FSDP?): shard the model first, then forge it"),
@@ -1305,6 +1304,11 @@ class State:
 
     def __reduce__(self):
         return type(None), ()
+
+
+def inside_backward():
+    """Whether this is a forward pass that recomputation makes within backward; torch's checkpointing asks so, too."""
+    return torch._C._current_graph_task_id() >= 0
 
 
 def reused(name):

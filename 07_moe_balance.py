@@ -283,8 +283,7 @@ class Balance:
 
 def recording():
     """Whether this forward pass counts: not one without gradients, nor one that recomputation makes in backward."""
-    inside_backward = torch._C._current_graph_task_id() >= 0  # torch's checkpointing asks the same way
-    return torch.is_grad_enabled() and not inside_backward
+    return torch.is_grad_enabled() and not forging.inside_backward()
 
 
 class Experts(nn.Module):
@@ -793,7 +792,7 @@ def to_device(device, *arrays):
     return flat.split([*map(len, arrays)])
 
 
-MESSAGE_BLOCKS = 16  # thread blocks of a loan's messages: as fast as NCCL's usual 32, each of which takes 36 MiB
+MESSAGE_BLOCKS = 16  # thread blocks of a loan's messages: as fast as NCCL's usual 32, and a block takes 36 MiB
 
 
 class ExpertParallel:
@@ -812,9 +811,8 @@ class ExpertParallel:
         # so only what that needs comes before.
         counts = parallel.gather(begin.diff().unsqueeze(0), self.group, 0).cpu().numpy()  # (n, E)
         self.plan = plan = self.policy(counts.sum(0), n)
-        lending, rows, own = lends(plan), table(counts, plan), owners(moe.experts, n) == me
-        base.refuse(((plan.sum(0) != counts.sum(0)).any(), "the policy's plan is not of as many rows as there are"),
-                    (lending and not self.wires, "the policy lends: give it to expert_parallel, which prepares that"))
+        base.refuse(((plan.sum(0) != counts.sum(0)).any(), "the policy's plan is not of as many rows as there are"))
+        rows = table(counts, plan)
         give, arriving = rows[me].sum(1).tolist(), rows[:, me].sum(1).tolist()
         ranks = [r for r in range(n) if r != me] + [me]  # 05's exchange() wants what stays here last
         # Runs (e, d), as choices lie: of an expert's the first ones are for rank 0. argsort(ranks)[d] is d's turn.
@@ -823,8 +821,8 @@ class ExpertParallel:
         place = place_of(choice, experts)
         arrived = parallel.exchange(_Take.apply(x, choice // experts.shape[1], place), give, arriving, self.group)
 
-        loans = borrow(plan, me, matrices(moe, x.dtype), self.wires if lending else None)
-        turn = np.arange(moe.experts) + moe.experts * ~own  # own experts first, then borrowed ones
+        loans = borrow(plan, me, matrices(moe, x.dtype), self.wires)
+        turn = np.arange(moe.experts) + moe.experts * (owners(moe.experts, n) != me)  # own ones first, then borrowed
         # Runs (s, e), as rows have come: source by source, own ones last.
         arrive = rows_of(*to_device(x.device, *sorted_runs(turn, rows[ranks, me])), sum(arriving))
         back = filtering.inverse(arrive)  # (R,)
@@ -1022,15 +1020,16 @@ def lends(plan):
 
 
 def borrow(plan, me, weights, group):
-    """The Loans of rank `me` by a plan (n, E), with matrices `weights` on their way. group: None if nobody lends."""
-    owner = owners(plan.shape[1], len(plan))
+    """The Loans of rank `me` by a plan (n, E), with matrices `weights` on their way. group: of their messages."""
+    owner, lending = owners(plan.shape[1], len(plan)), lends(plan)
+    base.refuse((lending and not group, "the policy lends: give it to expert_parallel, which prepares that"))
     mine, others = np.flatnonzero(owner == me), np.flatnonzero((plan[me] > 0) & (owner != me))
     bounds = [np.append(0, plan[me, experts].cumsum()) for experts in (mine, others)]
     own, borrowed = map(Rows, to_device(weights[0].device, *bounds), [numbers.tolist() for numbers in bounds])
     borrowers = [np.flatnonzero(rows[mine]).tolist() if r != me else [] for r, rows in enumerate(plan)]
     # Owners have ranges of experts: in order they are lender by lender, as all_to_all_single delivers them.
     lenders = np.bincount(owner[others], minlength=len(plan)).tolist()
-    loans = Loans(weights, own, own.bounds[-1], borrowed, borrowers, lenders, group)
+    loans = Loans(weights, own, own.bounds[-1], borrowed, borrowers, lenders, group if lending else None)
     loans.lend()
     return loans
 
@@ -1315,6 +1314,7 @@ def check_layer(N=30, D=8, E=5, seed=0):
         "top_k 3 of 2": lambda: MoE(8, 8, 2, 3), "hidden is 0": lambda: MoE(8, 0, 2),
         "bottleneck is 8": lambda: MoE(8, 8, 2, bottleneck=8),
         "capacity is inf": lambda: MoE(8, 8, 2, capacity=math.inf),
+        "capacity is 0": lambda: MoE(8, 8, 2, capacity=0), "policy is 'x'": lambda: expert_parallel(layer, None, "x"),
         "no forward pass": layer.take_routing, "no loss()": Balance(layer).step, "no experts": lambda: Balance(dense),
         "top_k 0": lambda: with_experts(dense, top_k=0), "experts already": lambda: with_experts(model),
         "top_k 9": lambda: with_experts(dense, top_k=9), "is 'v3'": lambda: gather_rows(x, index, backend="v3"),
