@@ -37,6 +37,7 @@ import io
 import math
 import os
 import platform
+import re
 import statistics
 import sys
 import textwrap
@@ -605,6 +606,45 @@ def describe_device(device="cpu"):
     if HAS_TRITON:
         kernels = f"triton {importlib.metadata.version('triton')} {'interpreted' if INTERPRETED else 'compiled'}"
     return f"{name} | python {platform.python_version()} | torch {torch.__version__} | {kernels}"
+
+
+# Dense bf16 peaks in TFLOP/s from NVIDIA's data sheets (without sparsity). A GPU that is not listed is "unknown".
+PEAK_TFLOPS = {"B200": 2250, "H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "L40S": 362, "L4": 121}
+
+
+def peak_flops(device, dtype):
+    """FLOP/s that the data sheet promises for dense matrix products on this device in bf16 or fp16; None if unknown."""
+    if torch.device(device).type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((1e12 * t for key, t in PEAK_TFLOPS.items() if re.search(rf"\b{key}\b", name)), None)
+
+
+def allocated(device):
+    """Bytes of tensors alive on a GPU; NaN elsewhere."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else math.nan
+
+
+def used_peak(device):
+    """Peak bytes: of the allocator on a GPU; of the whole process, libraries included, elsewhere; NaN where unknown."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated()
+    try:
+        import resource
+    except ImportError:  # Windows
+        return math.nan
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak  # macOS counts bytes, Linux KiB
+
+
+def free_memory(device):
+    """Bytes that a GPU has left, or that the machine has; infinite where the system does not say."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError):  # Windows
+        return math.inf
 
 
 def default_device():

@@ -446,6 +446,31 @@ def gather(x, group, dim=1):
     return out if dim == 0 else torch.cat(out.chunk(size(group)), dim)
 
 
+# Parameters of which a rank has a part carry its dimension as `cut` (tensor_parallel below; 07's experts). Checkpoints
+# want them whole, and tensors like them, the moments of an optimizer. A number for each row is whole where columns are
+# cut.
+
+
+def is_part(p):
+    return hasattr(p, "cut")
+
+
+def collected(tensor, p, group):
+    """All of a tensor like p, on the host (devices may lack the room for whole models) of the group's first rank;
+    elsewhere, and if group is None or nothing is cut, the tensor itself. All ranks call it."""
+    if group is None or not is_part(p) or p.cut >= tensor.dim():
+        return tensor
+    whole = gather(tensor.detach(), group, p.cut)
+    return whole.cpu() if rank_in(group) == 0 else tensor
+
+
+def own_part(tensor, p, group):
+    """This rank's part of a whole tensor like p."""
+    if group is None or not is_part(p) or p.cut >= tensor.dim():
+        return tensor
+    return tensor.chunk(size(group), p.cut)[rank_in(group)].clone()
+
+
 def scatter(x, group, dim=1):
     """This rank's piece, along dim, of the sum over the group. ValueError when it cannot be cut equally."""
     n = size(group)

@@ -57,7 +57,6 @@ import itertools
 import json
 import math
 import os
-import re
 import shlex
 import shutil
 import signal
@@ -442,7 +441,7 @@ def accumulate_gradients(run, step):
     part of the mean loss that this process saw; notes in run.alive the bytes before the first forward pass and after
     it, and after the last backward pass."""
     args, device, world, alive = run.args, run.device, run.world, run.alive
-    alive["before"], total = allocated(device), torch.zeros((), device=device)
+    alive["before"], total = base.allocated(device), torch.zeros((), device=device)
     tokens = args.batch * args.seq // (1 if args.sync == "ddp" else world.workers)
     for micro in range(args.accum):
         x, y = run.feed.take(step, micro)
@@ -452,13 +451,13 @@ def accumulate_gradients(run, step):
             total += loss.detach()
             if run.balance:  # a mean over x, of which the step's mean gets its share
                 loss = loss + run.balance.loss() * (x.numel() / tokens)
-        alive["forward"] = allocated(device) if micro == 0 else alive["forward"]
+        alive["forward"] = base.allocated(device) if micro == 0 else alive["forward"]
         loss.backward()
         del loss
         if offload:
             offload.close()
         run.feed.prepare(step, micro)
-    alive["backward"] = allocated(device)
+    alive["backward"] = base.allocated(device)
     if args.sync == "ddp" and world.workers > 1:  # gradients of experts that are spread are sums already
         world.sum(*(p.grad for p in run.model.parameters() if not world.spread_experts(p)), group=world.data)
     return total
@@ -569,7 +568,7 @@ class World:
         return self.members[:1] == (self.worker,) and self.place == 0
 
     def spread_experts(self, p):
-        return self.parts is not self.tp and spread(p)
+        return self.parts is not self.tp and parallel.is_part(p)
 
     def totals(self, *values):
         """Sums of numbers over all processes."""
@@ -718,11 +717,6 @@ def generate(model, prompt, args, device):
 LAYERS, TABLES = ("qkv.weight", "proj.weight", "up.weight", "down.weight"), ("embedding.weight", "classifier")
 
 
-def spread(p):
-    """Whether this process has a part of the parameter only: an equal one of its dimension p.cut."""
-    return hasattr(p, "cut")
-
-
 def rules_of(args):
     """(rule of the layers' matrices, of embedding and classifier, of the rest)."""
     adamw = forging.AdamW(BETAS, 1e-8, args.weight_decay)
@@ -807,7 +801,7 @@ class Optimizer:
         own, common = [zero], [zero]
         for p in self.parameters:
             if p.grad is not None:
-                (own if spread(p) else common).append(p.grad)
+                (own if parallel.is_part(p) else common).append(p.grad)
         own, common = (torch.nn.utils.get_total_norm(gradients).double() for gradients in (own, common))
         if self.inside:  # where anything is spread, all of these are
             forged = self.forged.norm() if self.waits else self.forged.gradient_norms().norm()
@@ -834,37 +828,15 @@ class Optimizer:
         """The same whatever the number of processes: what is spread is collected; all processes call it. Not `whole`:
         this process's part."""
         mine = dict(ordinary=self.ordinary.state_dict()["state"], forged=self.forged and self.forged.state_dict())
-        return self.changed(mine, functools.partial(collected, group=self.group if whole else None))
+        return self.changed(mine, functools.partial(parallel.collected, group=self.group if whole else None))
 
     def load_state_dict(self, saved, whole=True):
         """The state of torch's AdamW follows the order of its parameters."""
         groups = self.ordinary.state_dict()["param_groups"]
-        part = self.changed(saved, functools.partial(own_part, group=self.group if whole else None))
+        part = self.changed(saved, functools.partial(parallel.own_part, group=self.group if whole else None))
         self.ordinary.load_state_dict(dict(state=part["ordinary"], param_groups=groups))
         if self.forged:
             self.forged.load_state_dict(part["forged"])
-
-
-def parted(tensor, p):
-    """Whether this process has a part only of a tensor that belongs to p; not of what goes by rows (04's row_v) where
-    p's columns are cut."""
-    return spread(p) and p.cut < tensor.dim()
-
-
-def collected(tensor, p, group):
-    """All of a tensor like p, of which each process of the group has a part: on the host (devices may lack the room for
-    whole models) of the first process."""
-    if group is None or not parted(tensor, p):
-        return tensor
-    whole = parallel.gather(tensor.detach(), group, p.cut)
-    return whole.cpu() if parallel.rank_in(group) == 0 else tensor
-
-
-def own_part(tensor, p, group):
-    """This process's part of a whole tensor like p."""
-    if group is None or not parted(tensor, p):
-        return tensor
-    return tensor.chunk(parallel.size(group), p.cut)[parallel.rank_in(group)].clone()
 
 
 def sync_method(args):
@@ -936,7 +908,7 @@ class Unborn(TorchDispatchMode):
                 dist.broadcast(whole, 0)  # the same seed gives the same weights; other machines may round otherwise
             name = names[id(matrix)]
             bodiless = model.get_parameter(name)
-            p = nn.Parameter(own_part(whole, bodiless, world.parts).to(born_dtype(name, args)))
+            p = nn.Parameter(parallel.own_part(whole, bodiless, world.parts).to(born_dtype(name, args)))
             p.__dict__ |= bodiless.__dict__  # where it was cut
             owner, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(owner), leaf, p)
@@ -1197,7 +1169,7 @@ def largest_batch(config, args, device, room):
 def choose_batch(config, world, args, device):
     """--batch, if it was not given: with --fit what fits; on a GPU, for each process a power of two, at most 64, whose
     micro-batches fit. ValueError if what was given cannot fit, or be shared out."""
-    memory = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else physical_memory()
+    memory = base.free_memory(device)
     if args.batch is None and args.fit is not None:
         each = largest_batch(config, args, device, room_of(args.fit))
         base.refuse((not each, f"--fit {args.fit:g}: one sequence takes more: see --fit without --dry-run for flags"))
@@ -1219,31 +1191,6 @@ def check_batch(args):
     base.refuse((args.batch % (workers * args.accum),
                  f"--batch {args.batch} counts sequences over all {noun}: it must be a multiple of {workers} {noun} x "
                  f"{args.accum} micro-batches"))
-
-
-def physical_memory():
-    """Bytes of the machine; infinite where the system does not say."""
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError):  # Windows
-        return math.inf
-
-
-def allocated(device):
-    """Bytes of tensors alive on a GPU; NaN elsewhere."""
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else math.nan
-
-
-def used_peak_mib(device):
-    """Peak MiB: of the allocator on a GPU, of the whole process, libraries included, elsewhere; NaN where unknown."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated() / MIB
-    try:
-        import resource
-    except ImportError:  # Windows
-        return math.nan
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / MIB if sys.platform == "darwin" else peak / 1024  # macOS counts bytes, Linux KiB
 
 
 @contextlib.contextmanager
@@ -1385,7 +1332,7 @@ def save_checkpoint(run, step):
     with world.synchronised():
         own = dict(model.named_parameters())
         for key, tensor in model.state_dict().items() if needed else ():
-            tensor = collected(tensor, own.get(key), world.parts)
+            tensor = parallel.collected(tensor, own.get(key), world.parts)
             if world.main:
                 state["model"][key] = tensor.clone() if world.sync else tensor  # the sync's is about to change
     if not (world.main or world.sync):
@@ -1438,7 +1385,7 @@ def restore(run):
     args, world, model = run.args, run.world, run.model
     saved = torch.load(args.checkpoint, weights_only=True, map_location="cpu", mmap=True)
     own = dict(model.named_parameters())
-    model.load_state_dict({k: own_part(t, own.get(k), world.parts) for k, t in saved["model"].items()})
+    model.load_state_dict({k: parallel.own_part(t, own.get(k), world.parts) for k, t in saved["model"].items()})
     apart = world.sync and "sync" in saved  # a checkpoint of --sync none or ddp has one state for all
     if world.sync and not (apart and args.steps):
         world.sync.restart(args.start)
@@ -1504,18 +1451,6 @@ class StopSignal:
         self.number = self.number or number
 
 
-# Dense bf16 peaks in TFLOP/s from NVIDIA's data sheets (without sparsity). A GPU that is not listed is "unknown".
-PEAK_TFLOPS = {"B200": 2250, "H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "L40S": 362, "L4": 121}
-
-
-def peak_flops(device, dtype):
-    """FLOP/s that the data sheet promises for dense matrix products on this device in bf16 or fp16; None if unknown."""
-    if torch.device(device).type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((1e12 * t for key, t in PEAK_TFLOPS.items() if re.search(rf"\b{key}\b", name)), None)
-
-
 def rows_to_keep(args):
     """Of the file of --log: a resumed run repeats the steps after its checkpoint, whose old rows go, and a torn one.
     ValueError on another program's file."""
@@ -1538,7 +1473,7 @@ class Log:
         self.run, self.args, self.world, self.file = run, run.args, run.world, None
         size = run.data.bytes_per_token
         self.bits = None if size is None else 1 / (math.log(2) * size)  # bits a byte that a nat a token is
-        self.peak_flops = peak_flops(run.device, cut_dtype(run.args))
+        self.peak_flops = base.peak_flops(run.device, cut_dtype(run.args))
         self.seconds, self.told = [], set()  # of each step; decisions of the loss that have been reported
         self.before = (0, 0)  # calls and sparse ones of the loss, before this step
 
@@ -1591,7 +1526,7 @@ class Log:
         self.before = stats.calls, stats.sparse
         sparse = sparse / calls if calls and self.args.loss == "cce" else None
         uneven = None if uneven is None else uneven.item()
-        peak = used_peak_mib(self.run.device)
+        peak = base.used_peak(self.run.device) / MIB
         if verdict.good:  # NaN is no JSON
             tok_s, mfu = self.speed(seconds)
             self.row(step=done, loss=verdict.loss, bpb=self.per_byte(verdict.loss), lr=lr, grad_norm=verdict.norm,
@@ -1722,7 +1657,7 @@ def compare_memory(run):
     measured = dict(
         sync=held, parameters=weights, gradients=alive["backward"] - alive["before"] + slab,
         optimizer=alive["before"] - weights - slab - held, activations=alive["forward"] - alive["before"])
-    top = used_peak_mib(device) * MIB if device.type == "cuda" else math.nan
+    top = base.used_peak(device) if device.type == "cuda" else math.nan
     measured |= dict(loss=top - alive["forward"], peak=top)
     yield f"{'MiB':<12}{'predicted':>11}{'measured':>13}"
     for name, size in (parts | dict(peak=peak)).items():
