@@ -366,6 +366,11 @@ class Run:
     saved: int | None = None
     alive: dict = dataclasses.field(default_factory=dict)  # bytes at some points of the last step
 
+    def note(self, step, point):
+        """Bytes that are alive now: of the last step, as counting them takes the host a tenth of a millisecond."""
+        if step + 1 == self.args.steps:
+            self.alive[point] = base.allocated(self.device)
+
 
 def train(run, stop):
     """Steps start ... --steps; returns 0, 1 on what is not finite, 128 + signal when asked to stop."""
@@ -438,10 +443,9 @@ def accumulate_gradients(run, step):
     others get .grad, the gradient of the mean loss over the step's tokens, with --sync ddp summed over processes.
 
     Each micro-batch divides its SUM by the tokens of the whole step, so parts add up whatever their size. Returns the
-    part of the mean loss that this process saw; notes in run.alive the bytes before the first forward pass and after
-    it, and after the last backward pass."""
-    args, device, world, alive = run.args, run.device, run.world, run.alive
-    alive["before"], total = base.allocated(device), torch.zeros((), device=device)
+    part of the mean loss that this process saw."""
+    args, world, total = run.args, run.world, torch.zeros((), device=run.device)
+    run.note(step, "before")
     tokens = args.batch * args.seq // (1 if args.sync == "ddp" else world.workers)
     for micro in range(args.accum):
         x, y = run.feed.take(step, micro)
@@ -451,13 +455,14 @@ def accumulate_gradients(run, step):
             total += loss.detach()
             if run.balance:  # a mean over x, of which the step's mean gets its share
                 loss = loss + run.balance.loss() * (x.numel() / tokens)
-        alive["forward"] = base.allocated(device) if micro == 0 else alive["forward"]
+        if micro == 0:
+            run.note(step, "forward")
         loss.backward()
         del loss
         if offload:
             offload.close()
         run.feed.prepare(step, micro)
-    alive["backward"] = base.allocated(device)
+    run.note(step, "backward")
     if args.sync == "ddp" and world.workers > 1:  # gradients of experts that are spread are sums already
         world.sum(*(p.grad for p in run.model.parameters() if not world.spread_experts(p)), group=world.data)
     return total
@@ -1383,7 +1388,8 @@ def find_checkpoint(out):
 def restore(run):
     """Load what save_checkpoint stored; of workers that train apart each process from its own file."""
     args, world, model = run.args, run.world, run.model
-    saved = torch.load(args.checkpoint, weights_only=True, map_location="cpu", mmap=True)
+    load = functools.partial(torch.load, weights_only=True, map_location="cpu")
+    saved = load(args.checkpoint)
     own = dict(model.named_parameters())
     model.load_state_dict({k: parallel.own_part(t, own.get(k), world.parts) for k, t in saved["model"].items()})
     apart = world.sync and "sync" in saved  # a checkpoint of --sync none or ddp has one state for all
@@ -1392,8 +1398,7 @@ def restore(run):
     if not args.steps:  # to look at, by any number of processes
         return
     if apart and world.rank:
-        saved = torch.load(worker_file(Path(args.checkpoint), world.rank), weights_only=True, map_location="cpu",
-                           mmap=True)
+        saved = load(worker_file(Path(args.checkpoint), world.rank))
     run.optimizer.load_state_dict(saved["optimizer"], whole=not apart)
     if apart:
         world.sync.load_state_dict(saved["sync"])
@@ -1431,6 +1436,19 @@ def set_aside(out):
 
 
 # ==== 7. What the run says ============================================================================================
+#
+# A line for each of the first three steps and every tenth; with --log a row of JSON for each step. What stands there:
+#
+#     step 60/300  loss 3.3097  bpb 2.387  lr 4.00e-03  norm 0.91  529,666 tok/s  mfu 45.8%  peak 16,792 MiB  sparse 100%
+#
+#     bpb      bits a byte of text, loss / (ln 2 x bytes a token): comparable whatever a token is; unknown of .bin files
+#     norm     of the whole gradient, before it was clipped. A spike of many times its neighbours is a burst
+#     mfu      FLOPs of the model (01: 6 a parameter and token, attention uncut) over the data sheet's peak: what is made
+#              twice, Muon's products and the optimizer do not count
+#     peak     of the allocator on a GPU; of the process, libraries included, on a CPU
+#     sparse   the share of the step's losses whose gradient was sparse (03)
+#     MaxVio   of the worst layer: how much more than its even share of tokens the fullest expert got (07)
+#     blocked  seconds that this worker waited for the others in rounds (06)
 
 
 class StopSignal:
@@ -1526,14 +1544,15 @@ class Log:
         self.before = stats.calls, stats.sparse
         sparse = sparse / calls if calls and self.args.loss == "cce" else None
         uneven = None if uneven is None else uneven.item()
-        peak = base.used_peak(self.run.device) / MIB
+        shown = done <= 3 or due(done, LOG_EVERY, steps)
+        peak = base.used_peak(self.run.device) / MIB if shown or self.file else math.nan
         if verdict.good:  # NaN is no JSON
             tok_s, mfu = self.speed(seconds)
             self.row(step=done, loss=verdict.loss, bpb=self.per_byte(verdict.loss), lr=lr, grad_norm=verdict.norm,
                      tok_s=tok_s, mfu=mfu, peak_mib=None if math.isnan(peak) else peak, seconds=seconds, sparse=sparse,
                      why=None if sparse is None else stats.reason, sent=sync and sync.bytes_sent,
                      blocked=sync and sync.blocked_seconds, max_violation=uneven)
-        if done <= 3 or due(done, LOG_EVERY, steps):
+        if shown:
             tok_s, mfu = self.speed(statistics.fmean(self.seconds[-LOG_EVERY:]))
             eta = int((steps - done) * self.args.batch * self.args.seq / tok_s)
             words = [f"step {done}/{steps}  loss {verdict.loss:.4f}",
@@ -1596,11 +1615,6 @@ def describe_run(run):
         how += f"; sparse while dE and dC are estimated within {filtering.MAX_ERROR}" if args.loss == "cce" else ""
     yield f"        {args.dtype} ({args.why_dtype}), loss {args.loss} ({args.why_loss}{how})"
     yield from describe_optimizer(run)
-    if args.recompute:
-        yield "        a layer keeps its input only and runs again in backward: a third more of its FLOPs"
-    if args.offload:
-        where = "pinned host memory" if run.device.type == "cuda" else "files"
-        yield f"        what backward needs waits in {where}; weights, small tensors and about a layer under way stay"
     who = "process(es)" if args.tp == 1 else f"worker(s), each of {args.tp} processes,"
     yield f"step    {tokens:,} tokens = {args.batch} sequences of {args.seq} = " + (
         f"{world.workers} {who} x {args.accum} micro-batch(es) x {micro}")
@@ -1626,12 +1640,10 @@ def describe_optimizer(run):
         when += f", states in {args.states}"
     yield f"        optimizer {args.optimizer} ({args.why_optimizer}): {when}"
     if waits(args):
-        mine = tokens // run.world.workers
-        factors, gradients, _, _ = factor_sizes(config, mine, args)
-        enough = mine * gradients / factors
-        yield f"        a step's factors {factors / MIB:,.0f} MiB, gradients {gradients / MIB:,.0f} MiB (layers): " + (
-            f"factors are kept, which are smaller up to {enough:,.0f} tokens" if mine <= enough else
-            f"gradients are kept, smaller beyond {enough:,.0f} tokens; with --clip 0 and --accum 1 neither is")
+        factors, gradients, *_ = factor_sizes(config, tokens // run.world.workers, args)
+        what = "factors" if factors <= gradients else "gradients"
+        yield (f"        until then {what} are kept, the smaller (of layers {factors / MIB:,.0f} and "
+               f"{gradients / MIB:,.0f} MiB); with --clip 0 and --accum 1 neither is")
 
 
 def describe_sync(method, world, args):
