@@ -47,6 +47,7 @@ shards), fp16, fine-tuning. Papers: 2411.09009 (cut cross-entropy), 2606.22932 (
 """
 
 import argparse
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -81,6 +82,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
 base = importlib.import_module("01_logits_memory")
 cce = importlib.import_module("02_cce_kernel")
@@ -364,6 +366,7 @@ class Run:
     log: "Log" = None
     stats: filtering.SparseStats = dataclasses.field(default_factory=filtering.SparseStats)
     saved: int | None = None
+    pending: SimpleNamespace | None = None  # a checkpoint that save() has begun
     alive: dict = dataclasses.field(default_factory=dict)  # bytes at some points of the last step
 
     def note(self, step, point):
@@ -408,7 +411,9 @@ def train(run, stop):
             if not math.isfinite(val_loss):
                 return diverged(run, step, f"validation loss {val_loss}")
         if keep:
-            save(run, step)
+            save(run, step, now=step == args.steps)
+        elif due(step, LOG_EVERY, args.steps):
+            commit(run)
     log.summary(val_loss)
     return 0
 
@@ -418,6 +423,7 @@ def due(step, every, last):
 
 
 def diverged(run, step, what):
+    commit(run)
     last = "no checkpoint yet" if run.saved is None else f"the last good checkpoint is step {run.saved} in "
     last += "" if run.saved is None else run.args.out
     run.log.say(f"step {step}: {what}: stopped, {last}; try a lower --lr or a --clip")
@@ -684,20 +690,46 @@ def validation(run, step):
 @torch.no_grad()
 def generate(model, prompt, args, device):
     """Append sampled tokens to the prompt. Sampling needs ONE row of logits, so here they are made."""
-    ids, generator = list(prompt), torch.Generator().manual_seed(args.seed)
+    ids, generator, group = list(prompt), torch.Generator().manual_seed(args.seed), getattr(model, "group", None)
+
+    def logits(x, last):
+        """x (1, T), last (1,): the position whose logits (V,) are wanted."""
+        with torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bf16"):
+            E = model(x)[0].index_select(0, last)[0]  # (D,)
+            return parallel.gather(E @ model.classifier.T.to(E.dtype), group, 0).float()
+
+    replays = {}  # by T: of few lengths, as a GPU's attention library takes tens of milliseconds to plan for a new one
     for _ in range(SAMPLE["tokens"]):
         context = ids[-model.config.seq :]
-        # Of few lengths, as a GPU's attention library takes tens of milliseconds to plan for each new one. No position
-        # sees what comes after it.
-        padding = min(-len(context) % 64, model.config.seq - len(context))
-        x = torch.tensor([context + [0] * padding], device=device)  # (1, T)
-        with torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bf16"):
-            E = model(x)[0, len(context) - 1]  # (D,)
-            logits = E @ model.classifier.T.to(E.dtype)  # (V,), or of this process's classes
-            logits = parallel.gather(logits, getattr(model, "group", None), 0).float().cpu()
-        best, index = (logits / SAMPLE["temperature"]).topk(min(SAMPLE["top"], len(logits)))
+        padding = min(-len(context) % 64, model.config.seq - len(context))  # no position sees what comes after it
+        x, last = (torch.tensor(t, device=device) for t in ([context + [0] * padding], [len(context) - 1]))
+        if x.shape[1] not in replays:
+            alone = device.type == "cuda" and not (group or args.ep_policy)  # no exchange within a graph
+            replays[x.shape[1]] = graphed(logits, x, last) if alone else logits
+        best, index = (replays[x.shape[1]](x, last).cpu() / SAMPLE["temperature"]).topk(
+            min(SAMPLE["top"], model.config.vocab))
         ids.append(index[torch.multinomial(best.softmax(0), 1, generator=generator)].item())
     return ids
+
+
+def graphed(function, *examples):
+    """function(*tensors) as a CUDA graph, for tensors like these: its hundreds of small kernels in one launch."""
+    places, side = [t.clone() for t in examples], torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        function(*places)  # what is planned, compiled or allocated at the first time cannot be captured
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = function(*places)
+
+    def replay(*tensors):
+        for place, tensor in zip(places, tensors, strict=True):
+            place.copy_(tensor)
+        graph.replay()
+        return result
+
+    return replay
 
 
 # ==== 3. The optimizer: when weights move, and by which rule ==========================================================
@@ -1269,26 +1301,37 @@ def typed(name, value):
 #                                  model, optimizer, and of workers apart 06's state
 #     step_00000100.worker1.pt     of workers apart: optimizer and 06's state of each further process
 #
-# Each file is written under another name, pushed to the disk, and only then renamed: the first process's last, when all
+# Each is written under another name, pushed to the disk, and only then renamed: the first process's last, when all
 # others have theirs. So a checkpoint of which step_N.pt is there is whole, whenever the power goes, unless the disk
 # loses bits: each tensor's checksum is part of torch's format, and is compared before a run goes on. The last KEEP are
 # kept. Nothing in a checkpoint of one state (--sync none, ddp) depends on the number of processes.
+#
+# Beside a GPU training does not wait for the disk. save() copies what there is to the host, a thread writes it, and
+# commit() gives it its name ten steps later, when all processes meet: whoever is killed before that goes on from the
+# checkpoint before.
+#
+#     step     100             101 ...     110               at the end, on a stop, and on CPUs: both at once
+#     host     save | copy     train       commit | rename
+#     thread           | write, fsync |
 
 
-def write_whole(path, state, ready=lambda: None):
-    """A file that is there whole or not at all. ready() is called between writing and renaming it."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        ready()
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    if os.name == "posix":  # the new name is safe from a power cut once the directory is on the disk, too
-        folder = os.open(path.parent, os.O_RDONLY)
+def pushed(file):
+    """Wait until the disk has what was written."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def write(path, state):
+    with path.open("wb") as file:
+        torch.save(state, file)
+        pushed(file)
+
+
+def rename(old, new):
+    """The new name is safe from a power cut once the directory is on the disk, too."""
+    os.replace(old, new)
+    if os.name == "posix":
+        folder = os.open(new.parent, os.O_RDONLY)
         os.fsync(folder)
         os.close(folder)
 
@@ -1303,64 +1346,89 @@ def worker_file(path, number):
     return path.with_suffix(f".worker{number}.pt") if number else path
 
 
-def save(run, step):
-    """A checkpoint of this step, by all processes at once, unless there is one. OSError with what to do."""
+def save(run, step, now=True):
+    """Begin a checkpoint of this step, by all processes at once, unless there is one. now: and end it."""
     args, world = run.args, run.world
-    if run.saved == step or args.dry_run:
+    if args.dry_run or run.saved == step:
         return
+    commit(run)
     if args.sync == "ddp" and world.workers > 1:
         check_replicas(run.model, world)
-    try:
-        save_checkpoint(run, step)
-    except (ConnectionError, base.BadInput):
-        raise
-    except (OSError, RuntimeError) as error:  # torch's own writer raises the latter when a disk is full
-        if isinstance(error, RuntimeError) and not isinstance(error.__context__, OSError):
-            raise
-        error = error if isinstance(error, OSError) else error.__context__
-        last = "none before it" if run.saved is None else f"the last one is of step {run.saved}"
-        raise OSError(f"step {step} could not be saved ({error}), {last}: make room, and go on with "
-                      f"{resume_command(args)}") from None
-    run.saved = step
-    world.barrier()
+    members, state = world.members, content(run, step)
+    number = members.index(world.worker) * args.tp + world.place
+    target = worker_file(Path(args.out) / f"step_{step:08d}.pt", number)
+    temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
+    if world.main:
+        for leftover in Path(args.out).glob("step_*.tmp"):  # of a process that was killed while it saved
+            leftover.unlink()
+    world.barrier()  # they are gone
+    writing = WRITER.submit(write, temporary, state) if state else None
+    run.pending = SimpleNamespace(step=step, members=members, target=target, temporary=temporary, writing=writing)
+    if now or run.device.type == "cpu":
+        commit(run)
+        if world.members != members:  # somebody was lost meanwhile, and files are numbered by who is left
+            save(run, step)
 
 
-def save_checkpoint(run, step):
+WRITER = concurrent.futures.ThreadPoolExecutor(1)
+
+
+def content(run, step):
+    """What this process has to write, on the host; None if nothing."""
     args, world, model = run.args, run.world, run.model
-    name, members = Path(args.out) / f"step_{step:08d}.pt", world.members
-    needed = world.worker == members[0] or args.ep_policy  # the whole model is in one worker; or in all, with experts
+    needed = world.worker == world.members[0] or args.ep_policy  # a whole model is in one worker; with experts, in all
     if not (needed or world.sync):
-        return
-    flags = {k: v for k, v in vars(args).items() if k in SAVED}
-    state = dict(format=base.GPT_FORMAT, step=step, flags=flags, data=run.data.digest, workers=len(members), tp=args.tp,
-                 model={}, optimizer=run.optimizer.state_dict(whole=not world.sync))
+        return None
+    state = dict(format=base.GPT_FORMAT, step=step, flags={k: v for k, v in vars(args).items() if k in SAVED},
+                 data=run.data.digest, workers=len(world.members), tp=args.tp, model={})
     with world.synchronised():
         own = dict(model.named_parameters())
         for key, tensor in model.state_dict().items() if needed else ():
             tensor = parallel.collected(tensor, own.get(key), world.parts)
-            if world.main:
-                state["model"][key] = tensor.clone() if world.sync else tensor  # the sync's is about to change
-    if not (world.main or world.sync):
-        return
+            if world.main:  # a copy, as the sync's weights are about to change
+                state["model"][key] = tensor.to("cpu", copy=bool(world.sync))
+    state["optimizer"] = run.optimizer.state_dict(whole=not world.sync)
     if world.sync:
         state["sync"] = world.sync.state_dict()
-    if world.main:
-        for leftover in Path(args.out).glob("step_*.tmp"):  # of a process that was killed while it saved
-            leftover.unlink()
-    others = world.barrier if world.sync else lambda: None
-    others()  # the leftovers are gone
-    number = members.index(world.worker) * args.tp + world.place
-    write_whole(worker_file(name, number), state, others if number == 0 else lambda: None)
-    if number:
-        others()  # our file has its name: the first one's may have, too
-    if world.members != members:  # somebody was lost meanwhile, and files are numbered by who is left
-        return save_checkpoint(run, step)
-    if world.main:
-        files = checkpoint_files(args.out)
-        kept = [file for file in files if file.stem <= name.stem][:KEEP]  # newer ones are damaged: this run fell back
-        for old in set(files) - set(kept):
-            for file in [old, *Path(args.out).glob(f"{old.stem}.worker*.pt")]:
-                file.unlink(missing_ok=True)
+    to_host = lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf  # noqa: E731
+    return tree_map(to_host, state) if world.main or world.sync else None
+
+
+def commit(run):
+    """The end of a checkpoint that save() has begun, by all processes at once. OSError with what to do."""
+    pending, world, args = run.pending, run.world, run.args
+    run.pending = None
+    if pending is None:
+        return
+    try:
+        if pending.writing:
+            pending.writing.result()
+            if not world.main:
+                rename(pending.temporary, pending.target)
+        world.barrier()
+        if world.members == pending.members:
+            run.saved = pending.step
+            if world.main:
+                rename(pending.temporary, pending.target)
+                drop_old_ones(args.out, pending.target)
+    except (OSError, RuntimeError) as error:
+        full = error if isinstance(error, OSError) else error.__context__  # torch's writer fails once more on its way
+        if isinstance(error, ConnectionError) or not isinstance(full, OSError):
+            raise
+        last = "none before it" if run.saved is None else f"the last one is of step {run.saved}"
+        raise OSError(f"step {pending.step} could not be saved ({full}), {last}: make room, and go on with "
+                      f"{resume_command(args)}") from None
+    finally:
+        pending.temporary.unlink(missing_ok=True)
+    world.barrier()
+
+
+def drop_old_ones(out, newest):
+    """All but the last KEEP. Those that are newer are damaged: this run fell back behind them."""
+    files = checkpoint_files(out)
+    for old in set(files) - set([file for file in files if file.name <= newest.name][:KEEP]):
+        for file in [old, *Path(out).glob(f"{old.stem}.worker*.pt")]:
+            file.unlink(missing_ok=True)
 
 
 def find_checkpoint(out):
@@ -1437,14 +1505,14 @@ def set_aside(out):
 
 # ==== 7. What the run says ============================================================================================
 #
-# A line for each of the first three steps and every tenth; with --log a row of JSON for each step. What stands there:
+# A line for the first three steps and every tenth; with --log a row of JSON for each step. What they say:
 #
-#     step 60/300  loss 3.3097  bpb 2.387  lr 4.00e-03  norm 0.91  529,666 tok/s  mfu 45.8%  peak 16,792 MiB  sparse 100%
+#     step 20/33  loss 3.8275  bpb 2.761  lr 4.00e-03  norm 1.34  1,082,130 tok/s  mfu 50.6%  peak 17,791 MiB  ...
 #
-#     bpb      bits a byte of text, loss / (ln 2 x bytes a token): comparable whatever a token is; unknown of .bin files
+#     bpb      bits a byte of text, loss / (ln 2 x bytes a token), comparable whatever a token is; of text alone
 #     norm     of the whole gradient, before it was clipped. A spike of many times its neighbours is a burst
-#     mfu      FLOPs of the model (01: 6 a parameter and token, attention uncut) over the data sheet's peak: what is made
-#              twice, Muon's products and the optimizer do not count
+#     mfu      FLOPs of the model (01: 6 a parameter and token, attention uncut) over the data sheet's peak: what is
+#              made twice, Muon's products and the optimizer do not count
 #     peak     of the allocator on a GPU; of the process, libraries included, on a CPU
 #     sparse   the share of the step's losses whose gradient was sparse (03)
 #     MaxVio   of the worst layer: how much more than its even share of tokens the fullest expert got (07)
@@ -1569,7 +1637,7 @@ class Log:
 
     def validation(self, step, loss):
         bpb = "" if self.bits is None else f"  bpb {self.per_byte(loss):.4f}"
-        self.say(f"step {step}/{self.args.steps}  validation loss {loss:.4f}{bpb}")
+        self.say(f"step {step}{f'/{self.args.steps}' if self.args.steps else ''}  validation loss {loss:.4f}{bpb}")
         if math.isfinite(loss):
             self.row(step=step, val_loss=loss, val_bpb=self.per_byte(loss))
 
