@@ -439,7 +439,7 @@ class Block(nn.Module):
         return self.down(F.gelu(self.up(x)))
 
 
-GPT_FORMAT = 4  # of saved weights and what is saved with them: files of another are refused
+GPT_FORMAT = 5  # of saved weights and what is saved with them: files of another are refused
 
 
 class GPT(nn.Module):
