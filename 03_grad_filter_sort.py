@@ -770,8 +770,12 @@ BAND_BYTES, LIST_WORDS = 64 * MIB, 1024  # of bits alive at a time; words of a r
 # Of listed_rows_kernel: most classes list a few entries. One warp, whose threads fetch 16 bytes each of a row of E,
 # makes SPAN tiles side by side: what it has to know of the row (up to a quarter of its instructions) serves all.
 LISTED = dict(ROWS=1, COLS=256, ENTRIES=4, SPAN=3, num_warps=1)
+# Of an embedding: the commonest token (two blanks, in source code) is one of ten, 6,500 entries of 65,536, summed by a
+# program when the others are long done: 2.6 ms. So 32 are fetched at a time, and summed as a tree.
+TOKENS = dict(COLS=128, ENTRIES=32, SPAN=1)
 if INTERPRETED:
     LISTED = dict(ROWS=32, COLS=128, ENTRIES=2, SPAN=3)
+    TOKENS = dict(SPAN=1)
 
 
 @triton.jit
@@ -957,15 +961,21 @@ def listed_tile(c, lists, col, D, ROWS: tl.constexpr, COLS: tl.constexpr, ENTRIE
         head_at = c.head_gradient + place[:, None] * D + cols[None, :]
         acc += tl.load(head_at, mask=(place >= 0)[:, None] & inside[None, :], other=0.0).to(tl.float32)
     for i in range(0, tl.max(count, 0), ENTRIES):
-        for j in tl.static_range(ENTRIES):  # their rows of E are fetched together
-            listed = i + j < count  # (ROWS,)
-            n = tl.load(c.rows + begin + i + j, mask=listed, other=0).to(tl.int64)
-            e_at = c.E + n[:, None] * c.stride + cols[None, :]
-            e = tl.load(e_at, mask=listed[:, None] & inside[None, :], other=0.0).to(tl.float32)
-            if c.weights is None:
-                acc += e
-            else:  # fused by name, not as the compiler likes, so that each kernel makes the same bits
+        if c.weights is None:
+            j = i + tl.arange(0, ENTRIES)[None, :]
+            listed = j < count[:, None]  # (ROWS, ENTRIES)
+            n = tl.load(c.rows + begin[:, None] + j, mask=listed, other=0).to(tl.int64)
+            e_at = c.E + n[:, :, None] * c.stride + cols[None, None, :]
+            e = tl.load(e_at, mask=listed[:, :, None] & inside[None, None, :], other=0.0).to(tl.float32)
+            acc += tl.sum(e, 1)
+        else:
+            for j in tl.static_range(ENTRIES):  # their rows of E are fetched together
+                listed = i + j < count  # (ROWS,)
+                n = tl.load(c.rows + begin + i + j, mask=listed, other=0).to(tl.int64)
+                e_at = c.E + n[:, None] * c.stride + cols[None, :]
+                e = tl.load(e_at, mask=listed[:, None] & inside[None, :], other=0.0).to(tl.float32)
                 w = tl.load(c.weights + begin + i + j, mask=listed, other=0.0)
+                # fused by name, not as the compiler likes, so that each kernel makes the same bits
                 acc = fused_multiply_add(e, tl.broadcast_to(w[:, None], (ROWS, COLS)), acc)
     return acc
 
@@ -990,28 +1000,40 @@ def listed_rows_kernel(
 
 
 def listed_options(listed, R, D):
-    """Programs, and their constants, for R rows of ListedRows. Where a list can be very long, as that of an embedding's
-    commonest token, the tiles of a row should not wait for one another."""
-    options = LISTED | (dict(SPAN=1) if listed.weights is None else {})
+    """Programs, and their constants, for R rows of ListedRows."""
+    options = LISTED | (TOKENS if listed.weights is None else {})
     return triton.cdiv(R, options["ROWS"]) * triton.cdiv(D, options["COLS"] * options["SPAN"]), options
 
 
-def listed_entries(E, C, x, threshold, place, capacity):
-    """blocked_entries by kernels: lse (N,), and the Entries, as far as there is room for them."""
-    (N, D), V, ints = E.shape, C.shape[0], dict(dtype=torch.int32, device=E.device)
+def bands_of(N, V):
+    """(start, stop) of the classes that are done in one go."""
+    return cce.pieces(V, max(TILE_V, 8 * BAND_BYTES // N // TILE_V * TILE_V))
+
+
+def band_entries(E, C, x, threshold, place, start, stop):
+    """Classes start ... stop: partial lse (tiles, N), bits (N, words), how many in a tile (tiles, N)."""
+    (N, D), ints = E.shape, dict(dtype=torch.int32, device=E.device)
     tiles = cce.TILES["descriptors"] | ({} if INTERPRETED else dict(num_stages=4))  # no tile of G, room for a fourth
+    tall = -(-(stop - start) // TILE_V)
+    partial, words = torch.empty(tall, N, device=E.device), torch.empty(N, tall * TILE_V // 32, **ints)
+    counts = torch.empty(tall, N, **ints)
+    candidate_kernel[cce.programs(E)](
+        cce.fetched(E, "BLOCK_N", "BLOCK_D"), cce.fetched(C[start:stop], "BLOCK_V", "BLOCK_D"), partial, words,
+        counts, x - start if start else x, threshold, place[start:], N, stop - start, D, **tiles,
+    )
+    return partial, words, counts
+
+
+def listed_entries(E, C, x, threshold, place, capacity, begun):
+    """blocked_entries by kernels: lse (N,), and the Entries, as far as there is room for them. begun: the first band's
+    band_entries, if they are made already; the list is emptied."""
+    N, V, ints = len(E), len(C), dict(dtype=torch.int32, device=E.device)
     rows, classes = torch.empty(capacity, **ints), torch.full((capacity,), V, **ints)
-    width = max(TILE_V, 8 * BAND_BYTES // N // TILE_V * TILE_V)
     count, partial, begin, end = 0, [], [], []
-    for start, stop in cce.pieces(V, width):
-        tall = -(-(stop - start) // TILE_V)
-        partial.append(torch.empty(tall, N, device=E.device))
-        counts, words = torch.empty(tall, N, **ints), torch.empty(N, tall * TILE_V // 32, **ints)
-        candidate_kernel[cce.programs(E)](
-            cce.fetched(E, "BLOCK_N", "BLOCK_D"), cce.fetched(C[start:stop], "BLOCK_V", "BLOCK_D"), partial[-1], words,
-            counts, x - start if start else x, threshold, place[start:], N, stop - start, D, **tiles,
-        )
+    for start, stop in bands_of(N, V):
+        part, words, counts = begun.pop() if begun else band_entries(E, C, x, threshold, place, start, stop)
         counts = counts.sum(0)  # (N,) int64
+        partial.append(part)
         end.append(count + counts.cumsum(0))
         begin.append(end[-1] - counts)
         count = end[-1][-1]
@@ -1153,8 +1175,10 @@ class SparseStats(types.SimpleNamespace):
 #                            ^ forecast                                                         ^ measured
 #
 # The first wait is real: nothing is queued behind the forecast but a few small kernels, so all that comes before it is
-# kept short, and what only backward needs (left_over) comes after. The second is not: the column pass is running, and
-# if the verdict is "exact", its dC is thrown away. A sink's step is not undone, so there the column pass waits, too.
+# kept short, and what only backward needs (left_over) comes after. Unless the last call was sparse: so will this be,
+# and the pass begins with its first band while the host reads. (If not, that band was for nothing.) The second is not:
+# the column pass is running, and if the verdict is "exact", its dC is thrown away. A sink's step is not undone, so
+# there the column pass waits, too.
 
 
 class _SparseCrossEntropy(torch.autograd.Function):
@@ -1162,9 +1186,9 @@ class _SparseCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @cce.without_autocast
-    def forward(ctx, E, C, x, counted, how, found, sample, lse_head, target_logit, threshold):
+    def forward(ctx, E, C, x, counted, how, found, sample, begun, lse_head, target_logit, threshold):
         if how.backend == "triton":
-            lse, entries = listed_entries(E, C, x, threshold, found.place, how.capacity)
+            lse, entries = listed_entries(E, C, x, threshold, found.place, how.capacity, begun)
         else:
             lse, entries = blocked_entries(E, C, x, threshold, found.place)
         left = left_over(sample)
@@ -1208,7 +1232,7 @@ class _SparseCrossEntropy(torch.autograd.Function):
             stats.reset("exact", refused)
             del dE, dC, listed, dC_head
             dE, dC = cce.sliced_gradients(need, *rows, None, how.backend, how.block, how.sink)
-        return dE, dC, *[None] * 8
+        return dE, dC, *[None] * 9
 
 
 def sparse_dE(E, C, x, lse, g_softmax, g_target, lse_head, found, entries, how):
@@ -1315,6 +1339,7 @@ def sparse_lse(E, C, targets, counted, softcap, how):
         (how.gradient == "sparse" and E.dtype == torch.float64, "gradient is 'sparse', for fp32 and bf16: use 'exact'"),
     )
     refused = found = numbers = None
+    begun = []
     if how.gradient == "auto":  # what needs no look at the numbers
         if softcap is not None or E.dtype == torch.float64:
             refused = "a softcap, or fp64, which the sparse gradient does not take"
@@ -1326,6 +1351,8 @@ def sparse_lse(E, C, targets, counted, softcap, how):
         x = targets.where(counted & (targets >= 0) & (targets < V), -1)
         with torch.no_grad(), torch.autocast(E.device.type, enabled=False):
             found, sample, bounds, sums = survey(E, C, x, counted, how.eps, how.backend)
+            if how.backend == "triton" and stats.decision == "sparse":
+                begun = [band_entries(E, C, x, bounds[2], found.place, *bands_of(N, V)[0])]
         counts, candidates, dropped, whole, length = sums.read()
         R = len(sample.m)  # rows that do not count have no candidates; 0.0 below: dC's error is not known yet
         numbers = candidates / R * counts / N, dropped / R, length / max(whole, 1e-30)
@@ -1337,7 +1364,7 @@ def sparse_lse(E, C, targets, counted, softcap, how):
     if refused:
         return None
     how = how._replace(capacity=min(how.capacity, capacity_for(N, numbers[0])))
-    return _SparseCrossEntropy.apply(E, C, x, counted, how, found, sample, *bounds)
+    return _SparseCrossEntropy.apply(E, C, x, counted, how, found, sample, begun, *bounds)
 
 
 # ==== 9. Checks and planted bugs ======================================================================================

@@ -1876,7 +1876,150 @@ def forge(model, rule, layout="fp32", *, skip=(), embeddings=False, classifier=N
     return handle
 
 
-# ==== 11. Checks ======================================================================================================
+# ==== 11. Two passes, two launches: a model as CUDA graphs ============================================================
+#
+# A step inside backward is many small works for the host: autograd calls Python for each matrix, Muon launches 22
+# kernels for one, and where the host is late, or has other processes to serve, the GPU stands still. GPT-2 small,
+# 65,536 tokens a step on an H200: the kernels take 108 ms of 124. But from step to step it is always the same kernels
+# on the same memory. So the passes are recorded once, each as a CUDA graph, and from then on launched as one:
+#
+#     host      E = model(tokens)      loss(E)         loss.backward()
+#                 |                    as before:        | makes dE; then
+#     graph 1   tokens -> E            it reads          |
+#     graph 2                          numbers back      dE -> every step of a matrix; gradients of all else
+#
+# What changes between steps, rates and their number, lies in tensors already (prepare()). What does not run again is
+# Python: the handle's books (forwarded, stepped, versions) are kept by hand below, so that misuse is told as before.
+#
+# The memory of both passes is reserved for them from then on: what forward leaves, and what backward needs at a time.
+# Only the loss, whose memory changes from step to step, takes its own beside it: where passes one after the other would
+# share. Whoever runs without gradients in between, or waits for more than one pass, gets all of it back.
+
+
+class Replay:
+    """What replay() puts in place of model.forward, `plain`."""
+
+    def __init__(self, model, handle):
+        self.model, self.handle, self.plain, self.number = model, handle, model.forward, 0
+        self.weights, self.most, self.held = [p for p in model.parameters() if p.requires_grad], 0, 0
+        self.forget()
+
+    def forget(self):
+        """Free all that was recorded, and what it holds."""
+        self.most = self.peak()
+        self.met = self.graphs = self.tokens = self.E = self.gradients = self.begun = None
+        if self.held:
+            self.held = 0
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+    def peak(self):
+        """Peak bytes so far: of tensors, and of what the graphs hold, which the allocator does not count as such."""
+        return max(self.most, self.held + torch.cuda.max_memory_allocated())
+
+    def circumstances(self, tokens):
+        """That in which a record is true."""
+        cast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
+        return tokens.shape, tokens.dtype, cast, self.model.training, [p.data_ptr() for p in self.weights]
+
+    def __call__(self, tokens):
+        if not torch.is_grad_enabled() or self.handle.phase != "armed":
+            self.forget()
+            return self.plain(tokens)
+        if (met := self.circumstances(tokens)) != self.met:
+            self.forget()
+            self.met = met
+            return self.plain(tokens)  # compiles, which nothing that is recorded may do
+        if not self.graphs:
+            self.record(tokens)
+        return _Replayed.apply(self, tokens, *self.weights)
+
+    def record(self, tokens):
+        """Both passes; nothing runs. Backward takes the memory of what it has used up, and of forward's own work."""
+        model, states, pool = self.model, self.handle.states.values(), torch.cuda.graph_pool_handle()
+        graphs, options = [torch.cuda.CUDAGraph() for _ in range(2)], dict(pool=pool, capture_error_mode="thread_local")
+        # While a loss of the step before is alive, so are autograd's nodes for the parameters, and backward would wait
+        # for their stream, which is not recorded. New parameters on the same memory have new nodes.
+        fresh = {name: nn.Parameter(p.detach()) for name, p in model.named_parameters() if p.requires_grad}
+        weights = [state.weight for state in states]
+        for state in states:
+            state.weight = fresh[state.name]
+        torch.cuda.empty_cache()
+        self.most, reserved = self.peak(), torch.cuda.memory_reserved()
+        torch.cuda.reset_peak_memory_stats()
+        self.tokens, model.forward = tokens.clone(), self.plain
+        torch.clear_autocast_cache()  # of tensors that may be freed
+        try:
+            with torch.cuda.graph(graphs[0], **options):
+                E = torch.func.functional_call(model, fresh, (self.tokens,))
+            self.E, self.states = E.detach(), [state for state in states if state.forwarded]
+            increment_version(E)  # its gradient will be put there: if backward wanted E, it would be told
+            with torch.cuda.graph(graphs[1], **options):  # the gradients of matrices are None
+                self.gradients = torch.autograd.grad(E, list(fresh.values()), self.E, allow_unused=True)
+        finally:
+            model.forward = self
+            torch.clear_autocast_cache()
+            for state, weight in zip(states, weights, strict=True):
+                state.weight, state.forwarded, state.stepped = weight, False, False
+        self.graphs, self.held = graphs, torch.cuda.memory_reserved() - reserved
+
+    def launch(self, tokens):
+        self.tokens.copy_(tokens, non_blocking=True)
+        self.graphs[0].replay()
+        self.number += 1
+
+    def ahead(self, tokens):
+        """Launch the pass that the next call with these `tokens` asks for, so that the GPU has work while the host
+        looks at a step's numbers. It is launched again there if a weight was written to in between. (Not what goes
+        through .data, which is not seen.)"""
+        if self.graphs and tokens.shape == self.tokens.shape:
+            self.launch(tokens)
+            self.begun = tokens, [p._version for p in self.weights]
+
+    def is_begun(self, tokens):
+        begun, self.begun = self.begun, None
+        return begun and begun[0] is tokens and begun[1] == [p._version for p in self.weights]
+
+
+class _Replayed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, replay, tokens, *weights):
+        if not replay.is_begun(tokens):
+            replay.launch(tokens)
+        for state in replay.states:
+            state.on_forward(state.weight)
+        ctx.replay, ctx.number = replay, replay.number
+        ctx.versions = [state.weight._version for state in replay.states]
+        return replay.E.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dE):
+        replay = ctx.replay
+        base.refuse((ctx.number != replay.number or not replay.graphs,
+                     "another forward pass took the memory of this one: call backward() before it"))
+        for state, version in zip(replay.states, ctx.versions, strict=True):
+            state.on_backward(version)
+            state.check_second()
+        replay.E.copy_(dE)
+        replay.graphs[1].replay()
+        for state in replay.states:
+            state.stepped = True
+            state.written()
+        return None, None, *replay.gradients
+
+
+def replay(model, handle):
+    """Have forward and backward of a forged model, tokens -> E, be CUDA graphs, recorded in the second of two armed
+    passes alike. For models whose passes launch the same work each time, and read nothing back; all matrices should be
+    the handle's, as gradients are copied once more. In any other phase, and without gradients, the model runs as it
+    was. model.forward.ahead(tokens) starts the next pass early. ValueError where there is no GPU, or no kernels."""
+    base.refuse((handle.side is None, "CUDA graphs need a GPU, Triton's kernels, and matrices that are not cut"),
+                (handle.rung == "hook", "rung is 'hook', whose steps wait for autograd's gradients: use 'auto'"))
+    model.forward = Replay(model, handle)
+
+
+# ==== 12. Checks ======================================================================================================
 #
 # The data are small whole numbers wherever bits are compared: sums of them are exact in any order, so that every rung,
 # tile and library makes one dW, and what differs is the step. eps is 0.5 there: with 1e-8 AdamW's update hardly depends
@@ -2961,14 +3104,73 @@ def check_graph(device="cuda"):
         base.require(torch.equal(eager, weight), f"{layout}, {rung}: the graph's steps differ")
 
 
+class Stack(nn.Module):
+    """What replay() takes: tokens -> E; a table, matrices and a norm. Its loss is forge_classifier."""
+
+    def __init__(self, V, D):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.embedding, self.norm = nn.Embedding(V, D), nn.RMSNorm(D)
+        self.up, self.down = nn.Linear(D, 3 * D, bias=False), nn.Linear(3 * D, D)
+        self.classifier = nn.Parameter(torch.empty(V, D))
+        for p in self.parameters():
+            p.data = torch.randn(p.shape, generator=generator) / 5
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def check_replay(device="cuda", V=300, D=64, N=500):
+    """Replayed passes make the bits of eager ones, and are not taken for others: after one without gradients, after one
+    of another shape, after weights were changed while a pass was begun. Misuse is told (GPU only)."""
+    generator = torch.Generator().manual_seed(0)
+    data = [torch.randint(V, (2, N), generator=generator).to(device) for _ in range(10)]
+    ends = {}
+    for layout, way in itertools.product(("fp32", "int8"), ("eager", "replayed")):
+        model = Stack(V, D).to(device)
+        handle = forge(model, AdamW(), layout, embeddings=True, classifier="classifier",
+                       rules={"up.weight": Muon(), "down.weight": Muon()})
+        if way == "replayed":
+            replay(model, handle)
+        others, run = torch.optim.AdamW(handle.ordinary.values()), model.forward
+        loss = lambda E, y: forge_classifier(E, model.classifier, y, handle["classifier"], workspace=1)  # noqa: E731,B023
+        for step, (x, y) in enumerate(data, 1):
+            if step == 5:
+                with torch.no_grad():
+                    model(x[:7])
+            if step == 9:
+                with torch.no_grad():
+                    model.norm.weight.mul_(2)
+            handle.arm(1e-3 * step, step)
+            with torch.autocast(device, torch.bfloat16):
+                if way == "replayed" and step == 7:
+                    E = model(x)
+                    must_raise("is used twice", lambda: model(x))  # noqa: B023
+                    must_raise("another forward pass", E.sum().backward)
+                    handle.arm(1e-3 * step, step)
+                total = loss(model(x), y)
+            recorded = way == "replayed" and bool(run.graphs)
+            base.require(recorded == (way == "replayed" and step not in (1, 5)), f"{way}, step {step}: {recorded}")
+            total.backward()
+            others.step()
+            others.zero_grad()
+            if way == "replayed" and step < len(data):
+                run.ahead(data[step][0])
+        kept = {name: t for s in handle.states.values() for name, t in s.tensors.items()}
+        ends[layout, way] = {**dict(model.named_parameters()), **kept, "norms": handle.gradient_norms()}
+    for layout in ("fp32", "int8"):
+        require_equal(f"replayed, {layout}", ends[layout, "replayed"], ends[layout, "eager"])
+
+
 CHECKS = [check_steps, check_library, check_orthogonal, check_muon_use, check_checkpointing]
 CHECKS += [check_rounding, check_shards, check_codes, check_linear, check_listed, check_resume]
 CHECKS += [check_phases, check_misuse, check_bad_input, check_plans, check_memory, check_classifier]
 CHECKS += [check_classifier_use, check_stash, check_factors]
-CHECKS += [check_graph] * (base.HAS_CUDA and HAS_TRITON)
+CHECKS += [check_graph, check_replay] * (base.HAS_CUDA and HAS_TRITON)
 
 
-# ==== 12. The bugs of --break =========================================================================================
+# ==== 13. The bugs of --break =========================================================================================
 #
 # Each of these is easily made. update-first: dX from the new weights, the classic of steps inside backward.
 # fp32-scalars: bias corrections on the device. truncate: a cast that rounds towards 0, so that weights shrink.
@@ -3013,7 +3215,7 @@ BREAKS = {
 }
 
 
-# ==== 13. Measurements ================================================================================================
+# ==== 14. Measurements ================================================================================================
 #
 # Three questions. What is held (bytes, which are predicted to a few per cent on either device); what moves (bytes
 # again, read off the time of a step at the rate at which the same GPU copies); and when is it worth it: dW and step

@@ -367,12 +367,16 @@ class Run:
     stats: filtering.SparseStats = dataclasses.field(default_factory=filtering.SparseStats)
     saved: int | None = None
     pending: SimpleNamespace | None = None  # a checkpoint that save() has begun
-    alive: dict = dataclasses.field(default_factory=dict)  # bytes at some points of the last step
+    alive: dict = dataclasses.field(default_factory=dict)  # bytes at some points of the first step
 
     def note(self, step, point):
-        """Bytes that are alive now: of the last step, as counting them takes the host a tenth of a millisecond."""
-        if step + 1 == self.args.steps:
+        """Bytes that are alive now: of the first step, as later ones may be CUDA graphs, with memory of their own."""
+        if step == self.args.start:
             self.alive[point] = base.allocated(self.device)
+
+    def peak(self):
+        """Peak bytes of this process."""
+        return self.model.forward.peak() if replays(self.args, self.device) else base.used_peak(self.device)
 
 
 def train(run, stop):
@@ -388,6 +392,7 @@ def train(run, stop):
         norm = optimizer.norm()
         vote = world.vote(loss, norm, stop)
         taken = optimizer.finish(norm, vote)
+        run.feed.begin()
         uneven = run.balance.step(taken).max() if run.balance else None  # the worst layer's MaxVio
         verdict = world.verdict(vote, step)  # the step's one wait, but for experts' exchanges
         if verdict.skipped:
@@ -481,7 +486,7 @@ LOSSES = {name: functools.partial(filtering.linear_cross_entropy, gradient=how) 
 LOSSES["reference"] = base.linear_cross_entropy_reference
 # What the cut losses may take on a GPU beyond dE and dC. A few per cent of a step's memory; with it the gradient goes
 # over tokens and saves a matrix pass. On a CPU (None) their blocks are as large as its cache.
-LOSS_WORKSPACE = {"cuda": 768 * MIB, "cpu": None}
+LOSS_WORKSPACE = {"cuda": 512 * MIB, "cpu": None}
 
 
 def loss_sum(model, x, y, args, stats):
@@ -521,7 +526,7 @@ class Feed:
         numbers = (step * args.batch + i for i in share(args.batch, self.run.world, args.accum, micro))
         x, y = data.train.windows(data.train.shuffled(numbers, args.seed))
         if device.type == "cuda":
-            x, y = x.pin_memory(), y.pin_memory()
+            x, y = x.contiguous().pin_memory(), y.contiguous().pin_memory()  # else the copy would wait for the device
         return x.to(device, non_blocking=True), y.to(device, non_blocking=True)
 
     def take(self, step, micro):
@@ -533,6 +538,14 @@ class Feed:
         following = (step, micro + 1) if micro + 1 < args.accum else (step + 1, 0)
         if following[0] < args.steps:
             self.ready = {following: self.read(*following)}
+
+
+    def begin(self):
+        """Start the next step's forward pass, where that is a CUDA graph, so that the device has work while the host
+        reads the vote. (Workers apart may yet write to the weights.)"""
+        if self.ready and replays(self.run.args, self.run.device) and not self.run.world.sync:
+            ((x, _),) = self.ready.values()
+            self.run.model.forward.ahead(x)
 
 
 class Verdict(NamedTuple):
@@ -767,6 +780,13 @@ def waits(args):
     return args.optimizer == "forge" and (args.clip > 0 or args.accum > 1 or args.on_nan == "skip")
 
 
+def replays(args, device):
+    """Whether the passes are CUDA graphs (04's replay): every matrix moves inside backward, and each step launches the
+    same work as the last."""
+    other = args.moe or args.tp > 1 or args.recompute or args.offload or waits(args)
+    return args.optimizer == "forge" and not other and has_kernels(device)
+
+
 class Optimizer:
     """The rules for every parameter; decay on matrices only. forged: 04's handle, of all matrices or, ordinary, of
     those whose rule is not AdamW, which is torch's. group: over which parameters with a `cut` are spread. origins:
@@ -991,6 +1011,8 @@ def build(args, device):
     method = sync_method(args)
     flat = low_comm.Flat([model], method.fragments) if method else None  # before forge(), which keeps where weights lie
     run = Run(args, device, world, config, model, Optimizer(model, args, world.parts, origins), balance)
+    if replays(args, device):
+        forging.replay(model, run.optimizer.forged)
     if method:
         world.sync = make_sync(run, flat, method)
     if args.resume and not world.late:
@@ -1613,7 +1635,7 @@ class Log:
         sparse = sparse / calls if calls and self.args.loss == "cce" else None
         uneven = None if uneven is None else uneven.item()
         shown = done <= 3 or due(done, LOG_EVERY, steps)
-        peak = base.used_peak(self.run.device) / MIB if shown or self.file else math.nan
+        peak = self.run.peak() / MIB if shown or self.file else math.nan
         if verdict.good:  # NaN is no JSON
             tok_s, mfu = self.speed(seconds)
             self.row(step=done, loss=verdict.loss, bpb=self.per_byte(verdict.loss), lr=lr, grad_norm=verdict.norm,
@@ -1728,7 +1750,7 @@ def describe_sync(method, world, args):
 
 
 def compare_memory(run):
-    """Lines: predicted and measured MiB by category, after some steps."""
+    """Lines: predicted MiB by category, and measured: of the first step, the peak of all."""
     args, world, device, alive, forged = run.args, run.world, run.device, run.alive, run.optimizer.forged
     micro = args.batch // (world.workers * args.accum)
     parts, peak = predict_memory(run.config, micro, args, device, world.size)
@@ -1737,7 +1759,7 @@ def compare_memory(run):
     measured = dict(
         sync=held, parameters=weights, gradients=alive["backward"] - alive["before"] + slab,
         optimizer=alive["before"] - weights - slab - held, activations=alive["forward"] - alive["before"])
-    top = base.used_peak(device) if device.type == "cuda" else math.nan
+    top = run.peak() if device.type == "cuda" else math.nan
     measured |= dict(loss=top - alive["forward"], peak=top)
     yield f"{'MiB':<12}{'predicted':>11}{'measured':>13}"
     for name, size in (parts | dict(peak=peak)).items():
