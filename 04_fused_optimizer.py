@@ -3143,7 +3143,7 @@ def check_replay(device="cuda", V=300, D=64, N=500):
                 with torch.no_grad():
                     model.norm.weight.mul_(2)
             handle.arm(1e-3 * step, step)
-            with torch.autocast(device, torch.bfloat16):
+            with torch.autocast("cuda", torch.bfloat16):
                 if way == "replayed" and step == 7:
                     E = model(x)
                     must_raise("is used twice", lambda: model(x))  # noqa: B023

@@ -1859,8 +1859,8 @@ def make_parser():
 
 def parse(argv):
     """Flags, completed. ValueError on what cannot be."""
-    args = make_parser().parse_args(argv)
-    asked, record = args, {}
+    asked, record = make_parser().parse_args(argv), {}
+    args = argparse.Namespace(**vars(asked))
     args.start, args.checkpoint, args.data_digest, args.outer = 0, None, None, None
     if args.resume and not (args.fit is not None and not args.dry_run):
         args, record = going_on(asked, argv)
