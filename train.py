@@ -486,7 +486,7 @@ LOSSES = {name: functools.partial(filtering.linear_cross_entropy, gradient=how) 
 LOSSES["reference"] = base.linear_cross_entropy_reference
 # What the cut losses may take on a GPU beyond dE and dC. A few per cent of a step's memory; with it the gradient goes
 # over tokens and saves a matrix pass. On a CPU (None) their blocks are as large as its cache.
-LOSS_WORKSPACE = {"cuda": 512 * MIB, "cpu": None}
+LOSS_WORKSPACE = {"cuda": 768 * MIB, "cpu": None}
 
 
 def loss_sum(model, x, y, args, stats):
