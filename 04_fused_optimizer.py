@@ -1947,7 +1947,6 @@ class Replay:
         fresh = {name: nn.Parameter(p.detach()) for name, p in own.items()}
         torch.cuda.empty_cache()
         self.most, reserved = self.peak(), torch.cuda.memory_reserved()
-        torch.cuda.reset_peak_memory_stats()
         self.tokens = tokens.clone()
         torch.clear_autocast_cache()  # of tensors that may be freed
         try:
@@ -1964,6 +1963,7 @@ class Replay:
             for state in states:
                 state.forwarded = state.stepped = False
         self.graphs, self.held = graphs, torch.cuda.memory_reserved() - reserved
+        torch.cuda.reset_peak_memory_stats()  # while recorded, what they hold was counted as tensors
 
     def put(self, parameters):
         """Have the model, and the handle's states, these parameters {name: p}."""

@@ -28,18 +28,19 @@ To make it yours:
     the loss     loss_sum(): E and the classifier -> a sum over tokens
     the rule     rules_of(): a Rule of 04 for each matrix; schedule(): its rate
     the data     load_data(): two Tokens, a list of arrays each
-    elsewhere    saved = torch.load("out/step_00000300.pt", weights_only=True)
-                 flags = saved["flags"]
+    elsewhere    (of a model without experts; with importlib and torch imported)
                  base = importlib.import_module("01_logits_memory")
-                 model = base.GPT(base.GPTConfig(*(flags[k] for k in ("vocab", "seq", "layers", "heads", "dim"))))
+                 saved = torch.load("out/step_00000300.pt", weights_only=True)
+                 sizes = (saved["flags"][name] for name in ("vocab", "seq", "layers", "heads", "dim"))
+                 model = base.GPT(base.GPTConfig(*sizes))
                  model.load_state_dict(saved["model"])          # model(tokens) @ model.classifier.T: the logits
 
 What stays the same whatever the number of processes: --batch counts the sequences of a step over ALL processes and
 micro-batches. Sequence i of step s is number s * batch + i of a shuffled order that depends on --seed alone. So --accum
 cuts the same step into parts, and so do, with --sync ddp, --gpus and --tp: losses agree to rounding. (Sparse gradients
 agree to their error; --balance micro is about each process's own tokens; on a GPU the default of --batch is 64 for each
-process.) A resumed run ends with the weights of one that was never stopped, bit for bit on CPUs, and on one GPU with
---deterministic.
+process.) A run that is resumed with the same flags and processes ends with the weights of one that was never stopped:
+bit for bit on CPUs, and on one GPU with --deterministic.
 
 Left out: models that are cut over pipelines or sequences (05 has both), tokenizers (bytes, pairs of bytes, or your own
 shards), fp16, fine-tuning. Papers: 2411.09009 (cut cross-entropy), 2606.22932 (FORGE), 2502.16982 (Muon), 2311.08105
@@ -93,11 +94,11 @@ low_comm = importlib.import_module("06_low_comm_sync")
 mixture = importlib.import_module("07_moe_balance")
 MIB = base.MIB
 
-# Presets. lr is AdamW's peak rate, by --rule. The first steps of AdamW move all K elements of a row by the rate,
-# together, and an output by K times that; and the layers push the stream the same way, which they only write to. So
-# where AdamW moves the layers, too, the rate shrinks at least as 1 / (width x depth): at twice this one a first step of
-# 7b raised its loss from 11.9 to 16.5, of 30b from 12.4 to 19.2. A step of Muon has singular values of 1: a layer's
-# outputs move by its rate, MUON_LR, whatever the width. Only tables are AdamW's then: 1 / width.
+# Presets. lr is AdamW's peak rate, by --rule (adam-mini takes adamw's). AdamW's first steps move every element by the
+# rate. An output is a sum over as many inputs as the model is wide, so it moves by up to that many times the rate, and
+# the outputs of all layers are added up. So the rate falls at least as 1 / (width x depth): at twice this one a first
+# step of 7b raised its loss from 11.9 to 16.5, of 30b from 12.4 to 19.2. A step of Muon moves a layer's outputs by its
+# rate, MUON_LR, whatever the width; then AdamW has embedding and classifier alone, and its rate falls as 1 / width.
 # batch None: the largest power of two, up to 64 sequences a process, whose predicted memory fits what is free.
 PRESETS = {
     "cpu": dict(layers=4, dim=128, heads=4, seq=128, batch=8, steps=400, tokens="bytes",
@@ -254,7 +255,7 @@ def fingerprint(arrays):
 
 def expand(pattern):
     """Files that a path or a glob names, sorted. ValueError if there is none, or they are of several kinds."""
-    files = sorted(glob.glob(pattern)) if glob.has_magic(pattern) else [pattern] * os.path.isfile(pattern)
+    files = [pattern] if os.path.isfile(pattern) else sorted(filter(os.path.isfile, glob.glob(pattern)))
     base.refuse((not files, f"{pattern}: no such file: check the path (quote a glob: --data 'dir/*.bin')"),
                 (len({Path(file).suffix for file in files}) > 1,
                  f"{pattern}: names files of several kinds: use .txt or .bin, not both"))
@@ -332,13 +333,17 @@ def decode(ids, tokens):
 #
 # A step in time. The host launches kernels and runs ahead of the device; it waits once, for four numbers:
 #
-#     host     | begin | forward | loss | backward | norm | vote | finish | wait | next step ...
-#     device       ...   | forward   | loss | backward: weights move here | norm | finish |
+#     host     | begin | forward | loss | backward | norm | vote | finish | forward of the next step | wait | begin ...
+#     device       ...   | forward   | loss | backward: weights move here | norm | finish | forward ...
 #                                                                                  ^ loss, norm, who wants to stop
 #
+# Where every matrix moves inside backward and each step is the same work, forward and backward are a CUDA graph each
+# (04's replay): one launch in place of hundreds, so that the host is never late, and the next forward pass is begun
+# before the host reads the numbers of this step.
+#
 # What processes have to agree on goes into one exchange a step, the vote: the mean loss; whether a gradient anywhere is
-# not finite; and whether anybody was told to stop (Ctrl-C reaches processes at different steps). Its copy to the host
-# starts before the weights are written, so that the host reads it while the device still works. Workers that train
+# not finite; and whether anybody was told to stop (Ctrl-C reaches processes at different steps). (A model that is cut
+# sums its norm, too; steps that save look at all weights; --on-nan skip waits before weights move.) Workers that train
 # apart (06) send nothing in between: their rounds carry the wishes to stop and to halt.
 #
 #     --sync      a step's gradient is        a step ends for all when              validated and saved are
@@ -563,10 +568,10 @@ class Verdict(NamedTuple):
 class World:
     """This process's place among all of them. One process is a world of its own, without torch.distributed.
 
-    worker, place: number of this process's worker, and its own within that; seat: the number by which a worker takes
-    its share of a step's sequences: its own, or, of a late one, which was started in the place of a worker that was
-    killed, that one's. tp: the group of a worker's processes; data: the processes, one a worker, that have the same
-    part of the model; parts: the group over which parameters with a `cut` (05, 07) are spread: tp, or for experts
+    worker, place: number of this process's worker, and its own within that. seat: the share of a step's sequences that
+    the worker takes: its number, unless it was started in place of a killed worker (late): then that one's. tp: the
+    group of a worker's processes; data: the processes, one a worker, that have the same part of the model; parts: the
+    group over which parameters are spread (they have .cut, the dimension along which: 05, 07): tp, or for experts
     everybody; else None. sync: 06's Sync of workers that train apart, who may get fewer; else None."""
 
     def __init__(self, device, args):
@@ -619,8 +624,9 @@ class World:
         self.totals(0)
 
     def vote(self, loss, norm, stop):
-        """Start the step's one exchange: 03's Readback of loss, signal, 0 or NaN where a gradient is not finite, and
-        the norm, which all have. (A fill, as a copy of the signal's number would wait for the device.)"""
+        """Start the step's one exchange, a sum over processes: the loss; the signal's number (0: none); norm - norm,
+        which is 0, or NaN if the norm is not finite. Returns 03's Readback of these and the norm. (full_like writes
+        the number on the device; a copy of it would wait.)"""
         loss = loss.double()
         values = torch.stack((loss, torch.full_like(loss, stop.number), norm - norm))
         if not self.sync:
@@ -672,7 +678,7 @@ class World:
         """(why the run has to end, or None; a signal's number, or 0), the same for all."""
         if self.sync:
             return self.sync.notes.get("halt"), int(self.sync.notes.get("stop", 0))
-        return self.wrong, verdict.stop and signal.SIGTERM
+        return self.wrong, verdict.stop and signal.SIGTERM  # a sum of signals' numbers: which ones is lost
 
     def synchronised(self):
         """A block in which the model has the weights that the workers agree on."""
@@ -687,7 +693,8 @@ def validation(run, step):
     if args.ep_policy:  # all processes have to come to each exchange, with as many windows
         count = max(1, count // world.size) * world.size
     size = max(1, args.batch // (world.workers * args.accum))
-    mine = range(count)[world.members.index(world.worker) :: len(world.members)]
+    sharers = world.members[:1] if args.sync == "none" else world.members  # else each would judge weights of its own
+    mine = range(count)[sharers.index(world.worker) :: len(sharers)] if world.worker in sharers else range(0)
     total = torch.zeros((), dtype=torch.float64, device=run.device)
     data.check()
     with world.synchronised():
@@ -719,8 +726,9 @@ def generate(model, prompt, args, device):
         if x.shape[1] not in replays:
             alone = device.type == "cuda" and not (group or args.ep_policy)  # no exchange within a graph
             replays[x.shape[1]] = graphed(logits, x, last) if alone else logits
-        best, index = (replays[x.shape[1]](x, last).cpu() / SAMPLE["temperature"]).topk(
-            min(SAMPLE["top"], model.config.vocab))
+        known = min(model.config.vocab, 256 if args.tokens == "bytes" else 65536)  # --vocab may have spare classes
+        best, index = (replays[x.shape[1]](x, last).cpu()[:known] / SAMPLE["temperature"]).topk(
+            min(SAMPLE["top"], known))
         ids.append(index[torch.multinomial(best.softmax(0), 1, generator=generator)].item())
     return ids
 
@@ -751,8 +759,8 @@ def graphed(function, *examples):
 # classifier's in the loss itself. So of all matrices' gradients one is there at a time, a slab or a whole matrix. What
 # needs the whole gradient first (its norm, to clip; the sum over micro-batches; whether all of it is finite, to leave a
 # step out) makes the matrices wait: each keeps the factors of its gradient until finish(), or the gradient itself where
-# that is smaller. ordinary: after backward, from gradients that are all kept (the default with --accum, and of several
-# processes with --sync ddp, whose gradients must be summed).
+# that is smaller. ordinary: after backward, from gradients that are all kept (the default with --accum in fp32, with
+# --loss reference, and of several processes with --sync ddp, whose gradients must be summed).
 #
 #                        backward leaves           finish()
 #     forge              nothing                   AdamW of norms and routers
@@ -804,11 +812,10 @@ class Optimizer:
             options |= dict(ranks={name: parallel.ranks_of(p, group) for name, p in others.items()})
         self.inside = args.optimizer == "forge"
         if self.inside:
-            summed = args.processes // args.tp if args.sync == "ddp" else 1  # had to be, if several: 04 refuses
             self.forged = forging.forge(model, adamw, args.states, embeddings=True, classifier="classifier",
-                                        data_parallel=summed, origins=origins or {}, **options)
+                                        data_parallel=1, origins=origins or {}, **options)
             model.head = self.forged["classifier"]
-            self.forged["embedding.weight"].dtype = torch.float32  # the stream, whatever the embedding was born in
+            self.forged["embedding.weight"].dtype = torch.float32  # of what is looked up, also from bf16
         elif others:
             experts = {name: model.get_submodule(name.rpartition(".")[0]) for name in others}
             experts = {name: module.experts for name, module in experts.items() if hasattr(module, "experts")}
@@ -860,7 +867,7 @@ class Optimizer:
             if p.grad is not None:
                 (own if parallel.is_part(p) else common).append(p.grad)
         own, common = (torch.nn.utils.get_total_norm(gradients).double() for gradients in (own, common))
-        if self.inside:  # where anything is spread, all of these are
+        if self.inside:  # with --tp all of these are cut
             forged = self.forged.norm() if self.waits else self.forged.gradient_norms().norm()
             own = torch.stack((own, forged)).norm()
         return torch.stack((self.over_parts(own), common)).norm()
@@ -932,7 +939,7 @@ def check_replicas(model, world):
 
 
 class Unborn(TorchDispatchMode):
-    """A block in which a model is made without its matrices. Afterwards bear() makes them."""
+    """A block in which a model is made without its matrices (vectors are small). Afterwards bear() makes them."""
 
     def __enter__(self):
         self.draws = []  # (matrix, operation, its arguments)
@@ -1036,20 +1043,22 @@ def make_sync(run, flat, method):
 
 # ==== 5. Memory, before it is used ====================================================================================
 #
-# Five categories, and when they are largest. A step's peak is either early in backward, in the loss or the last layer,
+# Bytes by category, and when they are largest. A step's peak is early in backward, in the loss or the last layer,
 # when all activations are there and hardly a gradient, or at its end, with all gradients and no activations:
 #
-#     peak = parameters + optimizer + sync + max(activations + loss, gradients)
+#     early = activations + max(loss, one layer made again, Muon's products) + slab      (--accum: + all gradients)
+#     late  = gradients + Muon's products
+#     peak  = parameters + optimizer + sync + max(early, late)
 #
 # Bytes a parameter of a matrix, weight and states, by --states and rule (04's table; int8 has a scale for each group):
 #
 #                 fp32            master          int8
 #     AdamW       4 + 8           2 + 4 + 8       2 + 2.06
-#     Muon        4 + 4           2 + 4 + 4       2 + 1.03          and in both of the last rows no second moment
-#     Adam-mini   4 + 4           2 + 4 + 4       2 + 1.03          but one number a row
+#     Muon        4 + 4           2 + 4 + 4       2 + 1.03          (no second moment)
+#     Adam-mini   4 + 4           2 + 4 + 4       2 + 1.03          (one number a row)
 #
 # Activations are counted in 01 (18 D elements a token and layer), what lean() makes again in 05 (8 of them), experts in
-# 07, the loss in 02 and 03. What is particular to this program is written here. On an H200 predictions are within 2 %.
+# 07, the loss in 02 and 03. What is particular to this program is written here. On a GPU predictions are within 5 %.
 
 
 class Shape(NamedTuple):
@@ -1095,8 +1104,8 @@ def loss_plan(N, config, args, device):
 
 
 def factor_sizes(config, tokens, args):
-    """Bytes of what forged weights hold until all of a step's tokens were seen: of the layers' factors, of the same as
-    gradients, of what is kept (for each weight the smaller), and that of embedding and classifier."""
+    """Bytes of what forged weights hold until all of a step's tokens were seen: (the layers' factors, the same as
+    gradients, the smaller for each weight, which is kept; what is kept for embedding and classifier)."""
     size, VD = cut_dtype(args).itemsize, config.vocab // args.tp * config.dim
     pairs = [(forging.stash_bytes([(s.M, s.K)], tokens * s.met, size), 4 * s.M * s.K * s.count)
              for s in layer_shapes(config, args.tp)]
@@ -1164,8 +1173,8 @@ def activation_bytes(config, N, args, device):
     """(activations of N tokens, what is there besides while one layer runs backward)."""
     D, L, tp, autocast, size = config.dim, config.layers, args.tp, args.dtype == "bf16", cut_dtype(args).itemsize
     leaned = args.compile and not (args.recompute or args.offload)
-    # Autocast keeps a 16-bit copy of each weight from forward to backward; of a forged one it is made twice instead,
-    # and of the matrix after an activation that lean() makes again: of 12 D^2 elements of a layer these.
+    # Autocast keeps a 16-bit copy of each weight from forward to backward. Of forged ones, and of the matrix after an
+    # activation that lean() makes again, it is made twice instead: so many of a layer's 12 D^2 elements, of 2 bytes.
     twice = 12 if args.optimizer == "forge" else 4 if leaned and not args.moe else 0
     remade = 2 * twice * L * D**2 // tp if autocast else 0
     total = base.activation_bytes(config, N, autocast, fused_norm=device.type == "cuda") - remade
@@ -1294,7 +1303,10 @@ def print_fits(args, argv):
         rest = [[word for name, v in frugal.items() if name not in asked for word in typed(name, v)]
                 + [word for name, v in asked.items() if name in frugal for word in typed(name, v)] for frugal in FRUGAL]
         for flags in dict.fromkeys(map(" ".join, rest)):
-            one = parse([*argv, "--preset", preset, *flags.split()])
+            try:
+                one = parse([*argv, "--preset", preset, *flags.split()])
+            except base.BadInput:  # flags of FRUGAL that do not go with those that were asked for
+                continue
             config, workers = make_config(one), one.processes // one.tp
             batch = largest_batch(config, one, device, room)
             peak = predict_memory(config, max(1, batch), one, device, one.processes)[1]
@@ -1326,11 +1338,11 @@ def typed(name, value):
 # Each is written under another name, pushed to the disk, and only then renamed: the first process's last, when all
 # others have theirs. So a checkpoint of which step_N.pt is there is whole, whenever the power goes, unless the disk
 # loses bits: each tensor's checksum is part of torch's format, and is compared before a run goes on. The last KEEP are
-# kept. Nothing in a checkpoint of one state (--sync none, ddp) depends on the number of processes.
+# kept. No weight or state in a checkpoint of one state (--sync none, ddp) is cut by processes: any number can go on.
 #
 # Beside a GPU training does not wait for the disk. save() copies what there is to the host, a thread writes it, and
-# commit() gives it its name ten steps later, when all processes meet: whoever is killed before that goes on from the
-# checkpoint before.
+# commit() gives it its name at the next tenth step, where all processes meet: who is killed before that goes on from
+# the checkpoint before.
 #
 #     step     100             101 ...     110               at the end, on a stop, and on CPUs: both at once
 #     host     save | copy     train       commit | rename
@@ -1462,6 +1474,7 @@ def find_checkpoint(out):
             saved = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
             if saved.get("format") != base.GPT_FORMAT:
                 raise base.BadInput(f"{path}: it is of another version of this program: start anew with another --out")
+            saved["flags"], saved["step"], saved["data"]  # raises if it is no checkpoint
             count = saved["workers"] * saved["tp"] if "sync" in saved else 1
             damaged = [zipfile.ZipFile(worker_file(path, i)).testzip() for i in range(count)]
             if not any(damaged):
@@ -1470,13 +1483,13 @@ def find_checkpoint(out):
         except base.BadInput:
             raise
         except Exception as error:  # torch and zipfile have many for a file that is cut or overwritten
-            problem = str(error).partition("\n")[0]
+            problem = str(error).partition("\n")[0][:60]
         print(f"{path}: damaged ({problem}): trying the one before it", file=sys.stderr)
     raise base.BadInput(f"{out}: no checkpoint is whole: start anew with another --out")
 
 
 def restore(run):
-    """Load what save_checkpoint stored; of workers that train apart each process from its own file."""
+    """Load what save() stored; of workers that train apart each process from its own file."""
     args, world, model = run.args, run.world, run.model
     load = functools.partial(torch.load, weights_only=True, map_location="cpu")
     saved = load(args.checkpoint)
@@ -1532,13 +1545,14 @@ def set_aside(out):
 #     step 20/33  loss 3.8275  bpb 2.761  lr 4.00e-03  norm 1.34  1,082,130 tok/s  mfu 50.6%  peak 17,791 MiB  ...
 #
 #     bpb      bits a byte of text, loss / (ln 2 x bytes a token), comparable whatever a token is; of text alone
-#     norm     of the whole gradient, before it was clipped. A spike of many times its neighbours is a burst
+#     lr       AdamW's rate; Muon's is MUON_LR times the same share of its peak
+#     norm     of the whole gradient, before it was clipped. A spike: a batch unlike its neighbours
 #     mfu      FLOPs of the model (01: 6 a parameter and token, attention uncut) over the data sheet's peak: what is
 #              made twice, Muon's products and the optimizer do not count
 #     peak     of the allocator on a GPU; of the process, libraries included, on a CPU
 #     sparse   the share of the step's losses whose gradient was sparse (03)
 #     MaxVio   of the worst layer: how much more than its even share of tokens the fullest expert got (07)
-#     blocked  seconds that this worker waited for the others in rounds (06)
+#     sent     MB that this worker has sent so far; blocked: seconds that it waited for the others in rounds (06)
 
 
 class StopSignal:
@@ -1563,6 +1577,7 @@ def rows_to_keep(args):
     """Of the file of --log: a resumed run repeats the steps after its checkpoint, whose old rows go, and a torn one.
     ValueError on another program's file."""
     path, kept = Path(args.log), []
+    base.refuse((path.exists() and not path.is_file(), f"--log {path}: is no ordinary file: name another"))
     for row in path.read_text().splitlines(True) if path.exists() else ():
         torn = not row.endswith("\n")
         try:
@@ -1594,10 +1609,8 @@ class Log:
         if args.log and main:
             path = Path(args.log)
             path.parent.mkdir(parents=True, exist_ok=True)
-            kept = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-            kept.write_text("".join(rows))
-            os.replace(kept, path)
             self.file = path.open("a")
+            self.file.truncate(len("".join(rows).encode()))  # what is kept is the file's beginning
         for text in describe_run(self.run):
             self.say(text)
         config = self.run.config
@@ -1968,6 +1981,11 @@ def only_planned(args):
 def refusals(args, asked, record, local):
     """(wrong, text) of everything that cannot be. asked: flags as typed; record: of the checkpoint."""
     text, K, moe, sync, given = has_text(args), args.tp, args.moe, args.sync, args.processes
+    yield not 0 <= moe <= 2**16, f"--moe {moe}: use 0 (none) to {2**16} experts"
+    yield args.layers > 4096, f"--layers {args.layers}: use at most 4096"
+    yield args.log == "", "--log '': is no name of a file: name one, or drop the flag"
+    yield args.out == "", "--out '': is no name of a directory: name one, or drop the flag"
+    yield args.val == "", "--val '': is no name of a file: name one, or drop the flag"
     for name in ("layers", "dim", "heads", "seq", "batch", "accum", "gpus", "tp", "vocab", "top_k", "inner_steps"):
         value = getattr(args, name)
         yield value is not None and value < 1, f"--{name.replace('_', '-')} {value}: must be at least 1"
@@ -1994,7 +2012,6 @@ def refusals(args, asked, record, local):
         yield not moe and getattr(asked, name) is not None, (
             f"--{name.replace('_', '-')} {getattr(asked, name)}: there are no experts: pass --moe E, or drop it")
     spread_out = several and sync == "ddp"
-    yield not 0 <= moe <= 2**16, f"--moe {moe}: use 0 (none) to {2**16} experts"
     yield moe and args.top_k > moe, (
         f"--top-k {args.top_k} --moe {moe}: a token cannot go to more experts than there are")
     yield moe and args.ep_policy and not spread_out, (
@@ -2012,9 +2029,11 @@ def refused_optimizers(args, several):
     hint = "use --sync diloco, or start anew with another --out" if args.resume else "use --sync diloco, or drop it"
     yield (forge or narrow) and several and args.sync == "ddp", (
         f"{asked} with --sync ddp, which sums gradients that forge never makes: {hint}")
-    yield narrow and not forge, f"--states {args.states} goes with --optimizer forge: drop --optimizer ordinary"
+    yield narrow and not forge, (
+        f"--states {args.states} goes with --optimizer forge, not with ordinary or --loss reference: drop one of them")
     yield forge and args.loss not in FORGED, (
-        f"--optimizer forge with --loss {args.loss}: it takes {', '.join(FORGED)}: use --optimizer ordinary")
+        f"--optimizer forge with --loss {args.loss}: it takes {', '.join(FORGED)}: use "
+        + ("one of them" if args.resume else "--optimizer ordinary"))
 
 
 def refused_workers(args, record, workers, local):
@@ -2131,7 +2150,7 @@ def run_rank(args):
 
 def guarded(function, *args):
     """function(*args), with the errors that a user can mend as one line and status 2. Others keep their traceback. A
-    worker that the others have gone on without, and that start() would replace if a signal ended it, ends so."""
+    worker that the others gave up ends itself by SIGKILL, as start() replaces only processes that a signal ended."""
     try:
         return function(*args)
     except low_comm.Missed as error:
@@ -2152,7 +2171,7 @@ def guarded(function, *args):
 
 
 def launch(argv):
-    # Read when CUDA starts. Without it up to 4 % of a full card's memory lies in pieces that are too small to be used.
+    # Read when CUDA starts. Segments that cannot grow lose up to 4 % of a full card to pieces too small to be used.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     args = parse(argv)
     if only_planned(args):
@@ -2161,7 +2180,10 @@ def launch(argv):
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
     writes = args.steps and not args.dry_run and (not args.torchrun or os.environ["RANK"] == "0")
     if writes:
-        Path(args.out).mkdir(parents=True, exist_ok=True)  # fails now rather than when there is something to lose
+        try:  # now rather than when there is something to lose
+            Path(args.out).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise base.BadInput(f"--out {args.out}: {error.strerror}: name a directory that can be written") from None
     with locked(args.out) if writes else contextlib.nullcontext():
         return start(args)
 
