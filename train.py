@@ -1122,10 +1122,10 @@ def held_for_classifier(config, tokens, args):
     return factors if forging.CLASSIFIER_PRICE * factors <= gradient else gradient
 
 
-def weight_bytes(config, args):
+def weight_bytes(config, args, whole):
     """(parameters, optimizer's states, elements that are forged, others)."""
     layers, VD = matrix_elements(config, args.tp), config.vocab // args.tp * config.dim
-    uncut = config.parameters() - matrix_elements(config) - 2 * config.vocab * config.dim  # norms, routers
+    uncut = whole.parameters() - matrix_elements(whole) - 2 * config.vocab * config.dim  # norms, routers
     layer_rule, table_rule, _ = rules_of(args)
     inside = args.optimizer == "forge"
     forged = layers + 2 * VD if inside else 0
@@ -1198,10 +1198,10 @@ def activation_bytes(config, N, args, device):
 
 def predict_memory(config, batch, args, device, processes=1):
     """Bytes by category for one process that puts `batch` sequences through the model at a time, and their peak."""
-    N = batch * config.seq
+    N, whole = batch * config.seq, config
     if args.moe and args.sync == "ddp":  # a process has a part of the experts
         config = dataclasses.replace(config, experts=config.experts // processes)
-    parameters, states, forged, others = weight_bytes(config, args)
+    parameters, states, forged, others = weight_bytes(config, args, whole)
     slab, products = slab_bytes(config, N, args, device)
     activations, again = activation_bytes(config, N, args, device)
     loss = loss_bytes(config, N, args, device)
@@ -1874,7 +1874,7 @@ def parse(argv):
     """Flags, completed. ValueError on what cannot be."""
     asked, record = make_parser().parse_args(argv), {}
     args = argparse.Namespace(**vars(asked))
-    args.start, args.checkpoint, args.data_digest, args.outer = 0, None, None, None
+    args.start, args.checkpoint, args.data_digest, args.outer, args.going_on = 0, None, None, None, False
     if args.resume and not (args.fit is not None and not args.dry_run):
         args, record = going_on(asked, argv)
     args.argv = sys.argv[1:] if argv is None else list(argv)
@@ -1907,6 +1907,7 @@ def going_on(asked, argv):
     args = parser.parse_args(argv)
     args.start, args.checkpoint, args.data_digest = saved["step"], str(path), saved["data"]
     alone = flags["sync"] in ("none", "ddp")  # one set of weights: workers may go on from it in any way
+    args.going_on = not alone  # with the rounds that there were
     if alone:
         args.sync, args.outer = asked.sync or ("ddp" if flags["sync"] == "ddp" else None), None
     for name in FIXED:
@@ -1946,10 +1947,10 @@ def complete(args):
     if args.loss != "reference" and (args.device == "cpu" or base.INTERPRETED or not base.HAS_TRITON):
         args.why_loss = "blocked PyTorch" + ("" if base.HAS_TRITON else ": Triton is not installed")
     if args.moe:
-        args.top_k, args.balance = args.top_k or min(2, args.moe), args.balance or "global"
+        args.top_k, args.balance = args.top_k or max(1, min(2, args.moe)), args.balance or "global"
         args.ep_policy = args.ep_policy or ("ep" if several and args.sync == "ddp" else None)
-    if args.outer is None and args.start == 0 and args.sync in low_comm.SHORT_OUTER:
-        rounds = args.steps // (args.inner_steps or low_comm.METHODS[args.sync].H)
+    if args.outer is None and not args.going_on and args.sync in low_comm.SHORT_OUTER:
+        rounds = (args.steps - args.start) // (args.inner_steps or low_comm.METHODS[args.sync].H)
         args.outer = low_comm.outer_for(args.sync, rounds)
     args.why_optimizer = "as asked, or in the checkpoint"
     if args.optimizer is None:
