@@ -381,7 +381,7 @@ class Run:
 
     def peak(self):
         """Peak bytes of this process."""
-        return self.model.forward.peak() if replays(self.args, self.device) else base.used_peak(self.device)
+        return self.model.forward.peak() if self.args.replay else base.used_peak(self.device)
 
 
 def train(run, stop):
@@ -548,7 +548,7 @@ class Feed:
     def begin(self):
         """Start the next step's forward pass, where that is a CUDA graph, so that the device has work while the host
         reads the vote. (Workers apart may yet write to the weights.)"""
-        if self.ready and replays(self.run.args, self.run.device) and not self.run.world.sync:
+        if self.ready and self.run.args.replay and not self.run.world.sync:
             ((x, _),) = self.ready.values()
             self.run.model.forward.ahead(x)
 
@@ -788,9 +788,9 @@ def waits(args):
     return args.optimizer == "forge" and (args.clip > 0 or args.accum > 1 or args.on_nan == "skip")
 
 
-def replays(args, device):
-    """Whether the passes are CUDA graphs (04's replay): every matrix moves inside backward, and each step launches the
-    same work as the last."""
+def can_replay(args, device):
+    """Whether the passes can be CUDA graphs (04's replay): every matrix moves inside backward, and each step launches
+    the same work as the last."""
     other = args.moe or args.tp > 1 or args.recompute or args.offload or waits(args)
     return args.optimizer == "forge" and not other and has_kernels(device)
 
@@ -1018,7 +1018,7 @@ def build(args, device):
     method = sync_method(args)
     flat = low_comm.Flat([model], method.fragments) if method else None  # before forge(), which keeps where weights lie
     run = Run(args, device, world, config, model, Optimizer(model, args, world.parts, origins), balance)
-    if replays(args, device):
+    if args.replay:
         forging.replay(model, run.optimizer.forged)
     if method:
         world.sync = make_sync(run, flat, method)
@@ -1049,6 +1049,9 @@ def make_sync(run, flat, method):
 #     early = activations + max(loss, one layer made again, Muon's products) + slab      (--accum: + all gradients)
 #     late  = gradients + Muon's products
 #     peak  = parameters + optimizer + sync + max(early, late)
+#
+# CUDA graphs keep what both passes need, and the loss has its memory beside it: early has the sum of the loss and the
+# larger of the other two. So there are graphs only where that fits.
 #
 # Bytes a parameter of a matrix, weight and states, by --states and rule (04's table; int8 has a scale for each group):
 #
@@ -1213,7 +1216,8 @@ def predict_memory(config, batch, args, device, processes=1):
         parts["sync"] = low_comm.resident_bytes(method, others + forged) + copied
     # Early in backward gradients are not there yet, unless micro-batches before left theirs.
     buffer = slab if has_kernels(device) or args.rule == "muon" else 0
-    early = activations + max(loss, again, products) + (parts["gradients"] if args.accum > 1 else buffer)
+    beside = loss + max(again, products) if args.replay else max(loss, again, products)
+    early = activations + beside + (parts["gradients"] if args.accum > 1 else buffer)
     late = parts["gradients"] + products
     return parts, parameters + states + parts.get("sync", 0) + max(early, late)
 
@@ -1236,7 +1240,7 @@ def largest_batch(config, args, device, room):
 
 def choose_batch(config, world, args, device):
     """--batch, if it was not given: with --fit what fits; on a GPU, for each process a power of two, at most 64, whose
-    micro-batches fit. ValueError if what was given cannot fit, or be shared out."""
+    micro-batches fit. Then whether there are CUDA graphs. ValueError if what was given cannot fit, or be shared out."""
     memory = base.free_memory(device)
     if args.batch is None and args.fit is not None:
         each = largest_batch(config, args, device, room_of(args.fit))
@@ -1249,9 +1253,12 @@ def choose_batch(config, world, args, device):
             each //= 2
         args.batch = world.smallest(each) * world.workers
     check_batch(args)
-    peak = predict_memory(config, args.batch // (world.workers * args.accum), args, device, world.size)[1]
+    micro = args.batch // (world.workers * args.accum)
+    peak = predict_memory(config, micro, args, device, world.size)[1]
     base.refuse((peak > 1.05 * memory, f"--batch {args.batch}: takes {peak / MIB:,.0f} MiB, {memory / MIB:,.0f} are "
                  "free: use a smaller --batch, the same with more --accum, or see what fits: --fit GIB"))
+    args.replay, room = can_replay(args, device), memory if args.fit is None else room_of(args.fit)
+    args.replay = args.replay and predict_memory(config, micro, args, device, world.size)[1] < 0.9 * room
 
 
 def check_batch(args):
@@ -1952,7 +1959,7 @@ def complete(args):
     if args.outer is None and not args.going_on and args.sync in low_comm.SHORT_OUTER:
         rounds = (args.steps - args.start) // (args.inner_steps or low_comm.METHODS[args.sync].H)
         args.outer = low_comm.outer_for(args.sync, rounds)
-    args.why_optimizer = "as asked, or in the checkpoint"
+    args.why_optimizer, args.replay = "as asked, or in the checkpoint", False
     if args.optimizer is None:
         needs = [("--sync ddp sums gradients first", several and args.sync == "ddp"),
                  (f"--accum {args.accum}: gradients are summed first", args.accum > 1 and args.states == "fp32"),
