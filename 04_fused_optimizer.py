@@ -3133,7 +3133,7 @@ def check_replay(device="cuda", V=300, D=64, N=500, layouts=("fp32", "int8")):
     """Replayed passes make the bits of eager ones, and are not taken for others: after one without gradients, after one
     of another shape, after weights were changed while a pass was begun. Misuse is told (GPU only)."""
     generator = torch.Generator().manual_seed(0)
-    data = [torch.randint(V, (2, N), generator=generator).to(device) for _ in range(10)]
+    data = [torch.randint(V, (2, N), generator=generator).to(device).unbind() for _ in range(10)]
     ends = {}
     for layout, way in itertools.product(layouts, ("eager", "replayed")):
         model = Stack(V, D).to(device)
@@ -3157,15 +3157,20 @@ def check_replay(device="cuda", V=300, D=64, N=500, layouts=("fp32", "int8")):
                     must_raise("is used twice", lambda: model(x))  # noqa: B023
                     must_raise("another forward pass", E.sum().backward)
                     handle.arm(1e-3 * step, step)
-                total = loss(model(x), y)
+                total, version = loss(model(x), y), model.up.weight._version
             recorded = way == "replayed" and bool(run.graphs)
             base.require(recorded == (way == "replayed" and step not in (1, 5)), f"{way}, step {step}: {recorded}")
             total.backward()
+            told = model.up.weight._version > version and all(state.stepped for state in handle.states.values())
+            base.require(told, f"{way}, step {step}: nobody was told of the step")
             others.step()
             others.zero_grad()
             if way == "replayed" and step < len(data):
-                run.ahead(data[step][0])
+                run.ahead(data[0 if step == 3 else step][0])
         kept = {name: t for s in handle.states.values() for name, t in s.tensors.items()}
+        # 2 and 6 record; ahead are 7 (of 3, 4, 5, 7, 8, 9, 10); again come 4, other tokens, twice 7, and 9.
+        launched = run.number if way == "replayed" else 13
+        base.require(launched == 13, f"{launched} passes were launched")
         ends[layout, way] = {**dict(model.named_parameters()), **kept, "norms": handle.gradient_norms()}
     for layout in layouts:
         require_equal(f"replayed, {layout}", ends[layout, "replayed"], ends[layout, "eager"])

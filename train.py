@@ -547,8 +547,8 @@ class Feed:
 
     def begin(self):
         """Start the next step's forward pass, where that is a CUDA graph, so that the device has work while the host
-        reads the vote. (Workers apart may yet write to the weights.)"""
-        if self.ready and self.run.args.replay and not self.run.world.sync:
+        reads the vote."""
+        if self.ready and self.run.args.replay:
             ((x, _),) = self.ready.values()
             self.run.model.forward.ahead(x)
 
@@ -789,9 +789,9 @@ def waits(args):
 
 
 def can_replay(args, device):
-    """Whether the passes can be CUDA graphs (04's replay): every matrix moves inside backward, and each step launches
-    the same work as the last."""
-    other = args.moe or args.tp > 1 or args.recompute or args.offload or waits(args)
+    """Whether the passes can be CUDA graphs (04's replay): every matrix moves inside backward, nobody else writes to
+    the weights, and each step launches the same work as the last."""
+    other = args.moe or args.tp > 1 or args.recompute or args.offload or waits(args) or args.sync in low_comm.METHODS
     return args.optimizer == "forge" and not other and has_kernels(device)
 
 
