@@ -1954,7 +1954,7 @@ def complete(args):
     if args.loss != "reference" and (args.device == "cpu" or base.INTERPRETED or not base.HAS_TRITON):
         args.why_loss = "blocked PyTorch" + ("" if base.HAS_TRITON else ": Triton is not installed")
     if args.moe:
-        args.top_k, args.balance = args.top_k or max(1, min(2, args.moe)), args.balance or "global"
+        args.top_k, args.balance = args.top_k or min(2, args.moe), args.balance or "global"
         args.ep_policy = args.ep_policy or ("ep" if several and args.sync == "ddp" else None)
     if args.outer is None and not args.going_on and args.sync in low_comm.SHORT_OUTER:
         rounds = (args.steps - args.start) // (args.inner_steps or low_comm.METHODS[args.sync].H)
