@@ -1236,8 +1236,8 @@ def test_train_stopped_saves_and_says_how_to_go_on(tiny, monkeypatch, capsys, nu
     assert words[0].endswith("train.py") and words[-1] == "--resume" and train.main(words[1:]) == 0
     assert same(tiny.ran("out", 0).weights, tiny(*EXACT, out="whole").weights)
     step = tiny.saved("two")[0]
-    assert re.findall("^stop.*?(?:;|$)", tiny.said("two"), re.M) == [
-        "stopping after the next round", f"stopped after step {step};"] and step % 4 == 0
+    assert step % 4 == 0 and f"stopped after step {step}; go on with" in tiny.said("two")
+    assert tiny.said("two").count("stopping after the next round") <= 1  # none if the round tells it first
     assert tiny(*again, step + 2, *ON_CPU, out="two").status == 2 and "use --gpus 2" in capsys.readouterr().err
     assert tiny(*again, step + 2, *TWO, out="two").status == 0
 
