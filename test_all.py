@@ -1054,9 +1054,10 @@ def run_and_die(args):
 
 
 @pytest.mark.parametrize("flags, workers", [("--sync diloco", 2), ("--sync gossip --batch 6", 3)])
-def test_train_goes_on_without_a_killed_worker(tiny, flags, workers):
+def test_train_goes_on_without_a_killed_worker(tiny, monkeypatch, flags, workers):
     """The one in its place comes too late, and ends with the others. Of pairs, one has lost its other half, and the
     third worker does not wait for it until the transport gives up."""
+    monkeypatch.setattr(parallel, "LAST_MOMENT", 2)  # seconds that the late one has left
     started, flags = time.monotonic(), [*flags.split(), "--inner-steps", 3, "--steps", 9]
     assert apart(tiny, run_and_die, *flags, workers=workers, spare=1, replace=workers == 2) == [1]
     saved, _ = train.find_checkpoint(tiny.out)
