@@ -20,8 +20,8 @@ A reading path
     Sections 1 to 3 first, in order: processes, sums, and f and g, of which nearly all else is made. Then 6 (lists of
     operations, simulated and executed alike), 7 (attention by blocks), 8 (three ways to keep less). 4 and 5 join 02, 03
     and 04 to the cuts. 9 to 12 decide: policies for uneven documents, two models in one and skipped stages, played by
-    6's simulator; a planner. 13 goes on when a rank is killed. train.py uses 1, 3, 4, 5, 8; 06 the
-    harness and section 13; 07 all cuts.
+    6's simulator; a planner. 13 goes on when a rank is killed. train.py uses 1, 3, 4, 5 and 8; 06 the harness and
+    section 13; 07 all cuts.
 
 Symbols
     n ranks of a group; B sequences, T positions, N = B T tokens; D width, L layers, V classes, H heads of d = D/H.

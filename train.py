@@ -434,8 +434,8 @@ def due(step, every, last):
 
 def diverged(run, step, what):
     commit(run)
-    last = "no checkpoint yet" if run.saved is None else f"the last good checkpoint is step {run.saved} in "
-    last += "" if run.saved is None else run.args.out
+    last = f"the last good checkpoint is step {run.saved} in {run.args.out}"
+    last = "no checkpoint yet" if run.saved is None else last
     run.log.say(f"step {step}: {what}: stopped, {last}; try a lower --lr or a --clip")
     return 1
 
@@ -543,7 +543,6 @@ class Feed:
         following = (step, micro + 1) if micro + 1 < args.accum else (step + 1, 0)
         if following[0] < args.steps:
             self.ready = {following: self.read(*following)}
-
 
     def begin(self):
         """Start the next step's forward pass, where that is a CUDA graph, so that the device has work while the host
@@ -1333,7 +1332,7 @@ def print_fits(args, argv):
 def typed(name, value):
     """A flag as words."""
     values = [] if isinstance(value, bool) else [value]
-    return [f"--{'no-' * (value is False)}{name.replace('_', '-')}", *(shlex.quote(str(v)) for v in values)]
+    return [flag("no_" * (value is False) + name), *(shlex.quote(str(v)) for v in values)]
 
 
 # ==== 6. Checkpoints: whole or absent =================================================================================
@@ -1356,16 +1355,12 @@ def typed(name, value):
 #     thread           | write, fsync |
 
 
-def pushed(file):
-    """Wait until the disk has what was written."""
-    file.flush()
-    os.fsync(file.fileno())
-
-
 def write(path, state):
+    """And wait until the disk has it."""
     with path.open("wb") as file:
         torch.save(state, file)
-        pushed(file)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def rename(old, new):
@@ -1420,8 +1415,8 @@ def content(run, step):
     needed = world.worker == world.members[0] or args.ep_policy  # a whole model is in one worker; with experts, in all
     if not (needed or world.sync):
         return None
-    state = dict(format=base.GPT_FORMAT, step=step, flags={k: v for k, v in vars(args).items() if k in SAVED},
-                 data=run.data.digest, workers=len(world.members), tp=args.tp, model={})
+    state = dict(format=base.GPT_FORMAT, step=step, flags=saved_flags(args), data=run.data.digest,
+                 workers=len(world.members), tp=args.tp, model={})
     with world.synchronised():
         own = dict(model.named_parameters())
         for key, tensor in model.state_dict().items() if needed else ():
@@ -1621,9 +1616,8 @@ class Log:
         for text in describe_run(self.run):
             self.say(text)
         config = self.run.config
-        self.row(step=args.start, flags={k: v for k, v in vars(args).items() if k in SAVED}, processes=self.world.size,
-                 parameters=config.parameters(), flops_per_token=config.flops_per_token(),
-                 device=base.describe_device(self.run.device))
+        self.row(step=args.start, flags=saved_flags(args), processes=self.world.size, parameters=config.parameters(),
+                 flops_per_token=config.flops_per_token(), device=base.describe_device(self.run.device))
 
     def row(self, **values):
         if self.args.log and self.world.main and not self.file:  # the first worker was lost: go on for it
@@ -1863,6 +1857,15 @@ FIXED = ("preset", "layers", "dim", "heads", "seq", "vocab", "tokens", "moe", "t
 FIXED += ("rule", "optimizer", "states", "sync", "inner_steps")  # its optimizer
 
 
+def flag(name):
+    """As it is typed."""
+    return "--" + name.replace("_", "-")
+
+
+def saved_flags(args):
+    return {name: value for name, value in vars(args).items() if name in SAVED}
+
+
 class Parser(argparse.ArgumentParser):
     def error(self, message):
         self.exit(2, f"train.py: {message} (--help lists the flags)\n")
@@ -1873,7 +1876,7 @@ def make_parser():
     for title, flags in FLAGS.items():
         group = parser.add_argument_group(title)
         for name, (options, text) in flags.items():
-            group.add_argument(f"--{name.replace('_', '-')}", help=text, **options)
+            group.add_argument(flag(name), help=text, **options)
     return parser
 
 
@@ -1920,8 +1923,8 @@ def going_on(asked, argv):
     for name in FIXED:
         wish, has = getattr(asked, name), flags[name]
         if not (alone and name in ("sync", "inner_steps")):
-            base.refuse((wish not in (None, has), f"--{name.replace('_', '-')} {wish}: the checkpoint has {has}: drop "
-                         "the flag, or use another --out"))
+            base.refuse((wish not in (None, has), f"{flag(name)} {wish}: the checkpoint has {has}: drop the flag, or "
+                         "use another --out"))
     return args, {name: saved[name] for name in ("flags", "step", "workers", "tp")}
 
 
@@ -1938,7 +1941,7 @@ def complete(args):
     args.vocab = default_vocab(args) if args.vocab is None else args.vocab
     args.data, args.val = (pattern and os.path.abspath(pattern) for pattern in (args.data, args.val))
     args.sample = "def " if args.sample is None and has_text(args) else args.sample
-    workers, several = args.processes // max(1, args.tp), args.processes > max(1, args.tp)
+    several = args.processes > max(1, args.tp)  # workers
     args.sync = args.sync or ("diloco" if several else "none")
     if args.dtype:
         args.why_dtype = "as asked, or in the checkpoint"
@@ -1959,7 +1962,8 @@ def complete(args):
     if args.outer is None and not args.going_on and args.sync in low_comm.SHORT_OUTER:
         rounds = (args.steps - args.start) // (args.inner_steps or low_comm.METHODS[args.sync].H)
         args.outer = low_comm.outer_for(args.sync, rounds)
-    args.why_optimizer, args.replay = "as asked, or in the checkpoint", False
+    args.replay = False  # whether there are CUDA graphs: choose_batch() may say so
+    args.why_optimizer = "as asked, or in the checkpoint"
     if args.optimizer is None:
         needs = [("--sync ddp sums gradients first", several and args.sync == "ddp"),
                  (f"--accum {args.accum}: gradients are summed first", args.accum > 1 and args.states == "fp32"),
@@ -1967,7 +1971,6 @@ def complete(args):
         args.why_optimizer = next((why for why, true in needs if true), None)
         args.optimizer = "ordinary" if args.why_optimizer else "forge"
         args.why_optimizer = args.why_optimizer or "nothing needs a sum of gradients first"
-    return workers
 
 
 def best_dtype(args):
@@ -1991,15 +1994,14 @@ def refusals(args, asked, record, local):
     text, K, moe, sync, given = has_text(args), args.tp, args.moe, args.sync, args.processes
     yield not 0 <= moe <= 2**16, f"--moe {moe}: use 0 (none) to {2**16} experts"
     yield args.layers > 4096, f"--layers {args.layers}: use at most 4096"
-    yield args.log == "", "--log '': is no name of a file: name one, or drop the flag"
-    yield args.out == "", "--out '': is no name of a directory: name one, or drop the flag"
-    yield args.val == "", "--val '': is no name of a file: name one, or drop the flag"
+    for name, what in dict(log="file", out="directory", val="file").items():
+        yield getattr(args, name) == "", f"--{name} '': is no name of a {what}: name one, or drop the flag"
     for name in ("layers", "dim", "heads", "seq", "batch", "accum", "gpus", "tp", "vocab", "top_k", "inner_steps"):
         value = getattr(args, name)
-        yield value is not None and value < 1, f"--{name.replace('_', '-')} {value}: must be at least 1"
+        yield value is not None and value < 1, f"{flag(name)} {value}: must be at least 1"
     for name in ("steps", "warmup", "save_every", "eval_every", "clip", "lr", "weight_decay", "seed"):
         value = getattr(args, name)
-        yield not 0 <= value < 2**63, f"--{name.replace('_', '-')} {value}: must not be negative (nor past 2^63)"
+        yield not 0 <= value < 2**63, f"{flag(name)} {value}: must not be negative (nor past 2^63)"
     workers, several = given // K, given // K > 1
     yield args.dim % (2 * args.heads), (f"--dim {args.dim} --heads {args.heads}: dim must be a multiple of 2 * heads")
     yield args.fit is not None and not 0 < args.fit < 2**20, f"--fit {args.fit}: use the GiB of a card, above 0"
@@ -2018,7 +2020,7 @@ def refusals(args, asked, record, local):
     yield from refused_workers(args, record, workers, local)
     for name in ("top_k", "balance", "ep_policy"):
         yield not moe and getattr(asked, name) is not None, (
-            f"--{name.replace('_', '-')} {getattr(asked, name)}: there are no experts: pass --moe E, or drop it")
+            f"{flag(name)} {getattr(asked, name)}: there are no experts: pass --moe E, or drop it")
     spread_out = several and sync == "ddp"
     yield moe and args.top_k > moe, (
         f"--top-k {args.top_k} --moe {moe}: a token cannot go to more experts than there are")
@@ -2141,8 +2143,6 @@ def run_rank(args):
     """The body of one process of several: what went wrong becomes its exit status, not a traceback."""
     try:
         status = guarded(run, args)
-    except low_comm.Missed:
-        raise
     except RuntimeError as error:
         if "gloo" not in str(error).lower() and "nccl" not in str(error).lower():
             raise
