@@ -1581,7 +1581,8 @@ def check_forged_experts():
         parallel.compare(f"Adam-mini of {name}", train_experts("ep", "armed", **mini, **how), whole, 1e-5)
     exact, peer = (train_experts(None, "torch", dtype=dtype, **wide) for dtype in (fp64, f32))
     found = train_experts("ep", "armed", rung="slab", **wide)
-    parallel.as_good("forged experts, several slabs each", f32, found, peer, exact)
+    more = 2 * dist.get_world_size() * torch.finfo(f32).eps  # of so wide an expert each of three steps rounds anew
+    parallel.as_good("forged experts, several slabs each", f32, found, peer, exact, more)
     moe = random_layer(f32, 8, 12, 8)
     forging.forge(moe, SGD, data_parallel=1).arm(0.1, 1)
     y = moe(torch.ones(4, 8, device=here()))
