@@ -69,6 +69,7 @@ import textwrap
 import threading
 import time
 import traceback
+import zlib
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -84,6 +85,8 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 base = importlib.import_module("01_logits_memory")
@@ -784,6 +787,19 @@ class Zero:
         return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
+def check_replicas(parameters, group=None):
+    """ConnectionError unless these are the same in all ranks, bit for bit. Under plain data parallelism each rank makes
+    every step for itself, and one that computes wrongly would go its own way, unseen."""
+    total = 0
+    for p in parameters:
+        total = zlib.crc32(p.detach().cpu().view(-1).view(torch.uint8).numpy(), total)
+    ends = torch.tensor([total, -total], dtype=torch.float64, device=p.device)
+    dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)  # the largest, and minus the smallest
+    if ends.sum():
+        raise ConnectionError("the replicas of the model have come to different weights: nothing was saved; go on from "
+                              "the checkpoint before, on other hardware if it happens again")
+
+
 # ==== 3. Tensor parallel: a matrix is cut, the activations between two cuts are narrower ==============================
 #
 # Two matrices with anything elementwise between them, z = B act(A x): cut A by outputs and B by inputs,
@@ -959,6 +975,56 @@ def tensor_parallel_traffic(config, tokens, n, sequence, itemsize):
     activation; in halves, gather and scatter, no more, and two gathers again for dW. The embedding is one g, the
     classifier one f, or their halves forward and backward."""
     return tokens * config.dim * itemsize * ((10 if sequence else 8) * config.layers + 4) * (n - 1) // n
+
+
+# A model that no rank could hold is made without its matrices: they have shapes, but no memory, and what would have
+# filled them with random numbers is noted. When it is known what part of a matrix a rank keeps, and in what dtype, they
+# are made one after the other. Their numbers are those of a model that is made at once, since the same draws are made
+# in the same order:
+#
+#     Unborn()     Linear(...): draw a, b          draw c, for GPT-2's initialisation, in place of a
+#     bear()       a into a matrix, forgotten; b -> cut, kept; c -> cut, kept
+
+
+class Unborn(TorchDispatchMode):
+    """A block in which a model is made without its matrices (vectors are small). Afterwards bear() makes them."""
+
+    def __enter__(self):
+        self.draws = []  # (matrix, operation, its arguments)
+
+        def bodiless(module, name, p):
+            return nn.Parameter(p.to("meta")) if p is not None and p.dim() == 2 else None
+
+        self.registered = register_module_parameter_registration_hook(bodiless)
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        self.registered.remove()
+        return super().__exit__(*error)
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        if operation in (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default) and args[0].is_meta:
+            self.draws.append((args[0], operation, args[1:]))
+            return args[0]
+        return operation(*args, **(kwargs or {}))
+
+    @torch.no_grad()
+    def bear(self, model, names, dtype_of, device, group=None, sent=False):
+        """names: {id of a matrix: its name}, from before the model was cut over the group; dtype_of(name). sent: from
+        rank 0, as the same seed gives the same numbers, but other machines may round otherwise."""
+        last = {id(matrix): i for i, (matrix, *_) in enumerate(self.draws)}
+        for i, (matrix, operation, numbers) in enumerate(self.draws):
+            whole = operation(torch.empty(matrix.shape, device=device), *numbers)
+            if last[id(matrix)] > i or id(matrix) not in names:
+                continue  # drawn again, or left out: experts take the place of MLPs
+            if sent:
+                dist.broadcast(whole, 0)
+            name = names[id(matrix)]
+            bodiless = model.get_parameter(name)
+            p = nn.Parameter(own_part(whole, bodiless, group).to(dtype_of(name)))
+            p.__dict__ |= bodiless.__dict__  # where it was cut
+            owner, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, p)
 
 
 # ==== 4. Vocabulary parallel: the classifier and its loss =============================================================

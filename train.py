@@ -67,7 +67,6 @@ import sys
 import tempfile
 import time
 import zipfile
-import zlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -81,8 +80,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 base = importlib.import_module("01_logits_memory")
@@ -139,6 +136,17 @@ SAMPLE = dict(tokens=200, temperature=0.8, top=50)
 #
 # So the position in the data is the step's number. Nothing else is saved, and nothing depends on how many processes or
 # micro-batches share a step out.
+#
+# What a file may be, by its name and its first numbers:
+#
+#     .txt                              bytes, or pairs of them (--tokens): no tokenizer, no download
+#     .bin, begins with 20240520, 1     llm.c's header of 256 numbers, the third of them the count; then uint16
+#     .bin, begins with 20240801, 7     the same, uint32
+#     .bin, else                        uint16 from the first byte on: nanoGPT's
+#
+# A shard is never read whole, but by memory map: a window's tokens come from the disk when it is asked for. Therefore
+# what a run relies on is looked at twice: when it begins (sizes, the largest token, a hash of pieces) and before each
+# step (sizes and times of change), as a file that became shorter would end the process without a word.
 
 SHARD_FORMATS = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}  # (magic, version) of llm.c's files
 HEADER_BYTES = 256 * 4
@@ -351,7 +359,16 @@ def decode(ids, tokens):
 #     ddp         the sum over processes      the vote says so                      the same in all, compared bit by bit
 #     others      this worker's own           a round has carried the wish          what the workers agree on
 #
-# A worker is one process, or with --tp K neighbours that hold a part of every matrix and see the same tokens.
+# A worker is one process, or with --tp K neighbours that hold a part of every matrix and see the same tokens. Four
+# processes with --tp 2, and 16 sequences a step in 2 micro-batches:
+#
+#     process            0         1         2         3
+#     worker, place      0, 0      0, 1      1, 0      1, 1          tp:   {0, 1}, {2, 3}: parts of one model
+#     micro-batch 0      0 ... 3   0 ... 3   4 ... 7   4 ... 7       replicas: {0, 2}, {1, 3}: the same part
+#     micro-batch 1      8 ... 11  8 ... 11  12 .. 15  12 .. 15
+#
+# A loss or gradient that is not finite ends the run. The weights have moved by then, inside backward: what remains is
+# the checkpoint before. With --on-nan skip they wait for the vote, and the step is left out, up to SKIPS in a row.
 
 
 @dataclasses.dataclass
@@ -423,7 +440,7 @@ def train(run, stop):
         if keep:
             save(run, step, now=step == args.steps)
         elif due(step, LOG_EVERY, args.steps):
-            commit(run)
+            commit(run, wait=False)
     log.summary(val_loss)
     return 0
 
@@ -447,7 +464,11 @@ def finite_weights(model):
 
 
 def schedule(step, args):
-    """The share of the peak rates: linear warm-up, then a cosine down to MIN_LR."""
+    """The share of the peak rates: linear warm-up, then a cosine down to MIN_LR. Of 100 steps, 20 of them warm-up:
+
+        step     0      9      19     20     60     99
+        share    0.05   0.5    1      1      0.55   0.1
+    """
     if step < args.warmup:
         return (step + 1) / args.warmup
     progress = (step - args.warmup) / max(1, args.steps - args.warmup)
@@ -480,7 +501,7 @@ def accumulate_gradients(run, step):
         run.feed.prepare(step, micro)
     run.note(step, "backward")
     if args.sync == "ddp" and world.workers > 1:  # gradients of experts that are spread are sums already
-        world.sum(*(p.grad for p in run.model.parameters() if not world.spread_experts(p)), group=world.data)
+        world.sum(*(p.grad for p in run.model.parameters() if not world.spread_experts(p)), group=world.replicas)
     return total
 
 
@@ -509,16 +530,25 @@ def loss_sum(model, x, y, args, stats):
         return loss(E, model.classifier, y, reduction="sum", **options)
 
 
-def share(count, world, accum, micro):
-    """Which of a step's `count` sequences this worker takes in micro-batch `micro`."""
-    size = count // (world.workers * accum)
+def sequences(args, world, micro):
+    """Which of a step's sequences this worker takes in micro-batch `micro`."""
+    size = micro_batch(args)
     start = (micro * world.workers + world.seat) * size  # a micro-batch is the same whatever the number of workers
     return range(start, start + size)
 
 
+def micro_batch(args):
+    """Sequences that a worker puts through the model at a time."""
+    return args.batch // (args.workers * args.accum)
+
+
 class Feed:
     """Micro-batches of this worker, in order. The next one is read from the disk and sent while the device still has
-    the backward pass of this one to do."""
+    the backward pass of this one to do.
+
+        host      backward 7 launched | read 8, pin, send | norm, vote, finish | launch forward 8
+        device      backward 7 ..........................   finish               forward 8
+    """
 
     def __init__(self, run):
         self.run, self.ready = run, {}
@@ -528,7 +558,7 @@ class Feed:
         args, data, device = self.run.args, self.run.data, self.run.device
         if micro == 0:
             data.check()
-        numbers = (step * args.batch + i for i in share(args.batch, self.run.world, args.accum, micro))
+        numbers = (step * args.batch + i for i in sequences(args, self.run.world, micro))
         x, y = data.train.windows(data.train.shuffled(numbers, args.seed))
         if device.type == "cuda":
             x, y = x.contiguous().pin_memory(), y.contiguous().pin_memory()  # else the copy would wait for the device
@@ -546,8 +576,8 @@ class Feed:
 
     def begin(self):
         """Start the next step's forward pass, where that is a CUDA graph, so that the device has work while the host
-        reads the vote."""
-        if self.ready and self.run.args.replay:
+        reads the vote. Not of workers apart: first comes what a round makes of their weights."""
+        if self.ready and self.run.args.replay and not self.run.world.sync:
             ((x, _),) = self.ready.values()
             self.run.model.forward.ahead(x)
 
@@ -569,7 +599,7 @@ class World:
 
     worker, place: number of this process's worker, and its own within that. seat: the share of a step's sequences that
     the worker takes: its number, unless it was started in place of a killed worker (late): then that one's. tp: the
-    group of a worker's processes; data: the processes, one a worker, that have the same part of the model; parts: the
+    group of a worker's processes; replicas: those, one a worker, that have the same part of the model; split: the
     group over which parameters are spread (they have .cut, the dimension along which: 05, 07): tp, or for experts
     everybody; else None. sync: 06's Sync of workers that train apart, who may get fewer; else None."""
 
@@ -581,9 +611,9 @@ class World:
         self.worker, self.place, self.workers = self.rank // tp, self.rank % tp, self.size // tp
         self.seat = int(os.environ["LOCAL_RANK"]) if self.late else self.worker
         groups = parallel.make_groups(dp=self.workers, tp=tp) if tp > 1 else None
-        self.tp, self.data = (groups.tp, groups.dp) if groups else (None, None)
-        self.device, self.args, self.parts, self.sync = device, args, self.tp, None
-        self.wrong, self.asked, self.bad = None, False, 0  # why it gave up; asked to stop; bad steps
+        self.tp, self.replicas = (groups.tp, groups.dp) if groups else (None, None)
+        self.device, self.args, self.split, self.sync = device, args, self.tp, None
+        self.wrong, self.stopping, self.bad = None, False, 0  # why it gave up; asked to stop; bad steps
 
     @property
     def members(self):
@@ -591,12 +621,12 @@ class World:
         return self.sync.transport.members if self.sync else tuple(range(self.workers))
 
     @property
-    def main(self):
+    def is_main(self):
         """Whether this process speaks and saves for all."""
         return self.members[:1] == (self.worker,) and self.place == 0
 
     def spread_experts(self, p):
-        return self.parts is not self.tp and parallel.is_part(p)
+        return self.split is not self.tp and parallel.is_part(p)
 
     def totals(self, *values):
         """Sums of numbers over all processes."""
@@ -622,10 +652,17 @@ class World:
     def barrier(self):
         self.totals(0)
 
+    # The vote. Three numbers a process are summed; a fourth, the norm, all have already, or is their own business:
+    #
+    #     loss          stop      norm - norm      sum over processes:   loss / processes; anybody's wish to stop;
+    #     2.31          0         0                                      0, or NaN if any gradient was not finite
+    #     2.29          15        NaN              ->  4.60, 15, NaN
+    #
+    # It starts when the gradient's norm is known and is read after finish(), so that weights move meanwhile.
+
     def vote(self, loss, norm, stop):
-        """Start the step's one exchange, a sum over processes: the loss; the signal's number (0: none); norm - norm,
-        which is 0, or NaN if the norm is not finite. Returns 03's Readback of these and the norm. (full_like writes
-        the number on the device; a copy of it would wait.)"""
+        """Start the exchange; returns 03's Readback of the sums and the norm. (full_like writes the signal's number on
+        the device; a copy of it would wait.)"""
         loss = loss.double()
         values = torch.stack((loss, torch.full_like(loss, stop.number), norm - norm))
         if not self.sync:
@@ -653,8 +690,8 @@ class World:
             return step + 1
         if self.wrong:  # in each step until the halt: moments and weights stay NaN
             sync.surrender(self.wrong)
-        if stop.number and not self.asked:
-            self.asked = True
+        if stop.number and not self.stopping:
+            self.stopping = True
             log.say("stopping after the next round")
             sync.transport.ask("stop", str(int(stop.number)))
         if self.late:  # what it did so far gives way to what the others have, who are in their sync.step() now
@@ -691,7 +728,7 @@ def validation(run, step):
     count = min(len(data.val), max(1, VALIDATED[run.device.type] // args.seq))
     if args.ep_policy:  # all processes have to come to each exchange, with as many windows
         count = max(1, count // world.size) * world.size
-    size = max(1, args.batch // (world.workers * args.accum))
+    size = micro_batch(args)
     sharers = world.members[:1] if args.sync == "none" else world.members  # else each would judge weights of its own
     mine = range(count)[sharers.index(world.worker) :: len(sharers)] if world.worker in sharers else range(0)
     total = torch.zeros((), dtype=torch.float64, device=run.device)
@@ -708,7 +745,8 @@ def validation(run, step):
 
 @torch.no_grad()
 def generate(model, prompt, args, device):
-    """Append sampled tokens to the prompt. Sampling needs ONE row of logits, so here they are made."""
+    """Append sampled tokens to the prompt. Sampling needs ONE row of logits, so here they are made. There is no cache
+    of keys and values: each token runs the whole context again, for which 01's model serves as it is."""
     ids, generator, group = list(prompt), torch.Generator().manual_seed(args.seed), getattr(model, "group", None)
 
     def logits(x, last):
@@ -722,34 +760,14 @@ def generate(model, prompt, args, device):
         context = ids[-model.config.seq :]
         padding = min(-len(context) % 64, model.config.seq - len(context))  # no position sees what comes after it
         x, last = (torch.tensor(t, device=device) for t in ([context + [0] * padding], [len(context) - 1]))
-        if x.shape[1] not in replays:
-            alone = device.type == "cuda" and not (group or args.ep_policy)  # no exchange within a graph
-            replays[x.shape[1]] = graphed(logits, x, last) if alone else logits
+        if x.shape[1] not in replays:  # a CUDA graph: hundreds of small kernels in one launch, but no exchange
+            alone = device.type == "cuda" and not (group or args.ep_policy)
+            replays[x.shape[1]] = torch.cuda.make_graphed_callables(logits, (x, last)) if alone else logits
         known = min(model.config.vocab, 256 if args.tokens == "bytes" else 65536)  # --vocab may have spare classes
         best, index = (replays[x.shape[1]](x, last).cpu()[:known] / SAMPLE["temperature"]).topk(
             min(SAMPLE["top"], known))
         ids.append(index[torch.multinomial(best.softmax(0), 1, generator=generator)].item())
     return ids
-
-
-def graphed(function, *examples):
-    """function(*tensors) as a CUDA graph, for tensors like these: its hundreds of small kernels in one launch."""
-    places, side = [t.clone() for t in examples], torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        function(*places)  # what is planned, compiled or allocated at the first time cannot be captured
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = function(*places)
-
-    def replay(*tensors):
-        for place, tensor in zip(places, tensors, strict=True):
-            place.copy_(tensor)
-        graph.replay()
-        return result
-
-    return replay
 
 
 # ==== 3. The optimizer: when weights move, and by which rule ==========================================================
@@ -788,9 +806,9 @@ def waits(args):
 
 
 def can_replay(args, device):
-    """Whether the passes can be CUDA graphs (04's replay): every matrix moves inside backward, nobody else writes to
-    the weights, and each step launches the same work as the last."""
-    other = args.moe or args.tp > 1 or args.recompute or args.offload or waits(args) or args.sync in low_comm.METHODS
+    """Whether the passes can be CUDA graphs (04's replay): every matrix moves inside backward, and each step launches
+    the same work as the last."""
+    other = args.moe or args.tp > 1 or args.recompute or args.offload or waits(args)
     return args.optimizer == "forge" and not other and has_kernels(device)
 
 
@@ -875,6 +893,9 @@ class Optimizer:
         """The norm of what is spread over the group, of which this process's part has this one."""
         return parallel.all_reduce(norm**2, self.group).sqrt() if self.group else norm
 
+    # A checkpoint has whole tensors, so that any number of processes can go on with it: changed() walks over the states
+    # of both optimizers, and has each tensor collected, or this process's part of it cut out, where its weight is cut.
+
     def changed(self, saved, change):
         """A state_dict(), with change(tensor, parameter) made of each tensor that is no single number."""
         parameters = [p for group in self.ordinary.param_groups for p in group["params"]]
@@ -915,66 +936,19 @@ def sync_method(args):
     return method
 
 
-def check_replicas(model, world):
-    """ConnectionError unless the workers of --sync ddp still have the same weights, bit for bit: each makes every step
-    for itself, and a GPU that computes wrongly would go its own way."""
-    total = 0
-    for p in model.parameters():
-        if not world.spread_experts(p):
-            total = zlib.crc32(p.detach().cpu().view(-1).view(torch.uint8).numpy(), total)
-    ends = torch.tensor([total, -total], dtype=torch.float64, device=world.device)
-    dist.all_reduce(ends, dist.ReduceOp.MAX, group=world.data)
-    if ends.sum():
-        raise ConnectionError("the processes of --sync ddp have come to different weights: nothing was saved; go on "
-                              "from the checkpoint before with --resume, on other hardware if it happens again")
-
-
 # ==== 4. The model: born matrix by matrix, cut, fused =================================================================
 #
-# A model that is trained in 3 bytes a parameter must never be there in 4. So it is made without its matrices: they have
-# shapes, but no memory, and what would have filled them with random numbers is noted. When it is known what part of a
-# matrix this process keeps and in what dtype, they are made one after the other. Their numbers are those of a model
-# that is made at once, since the same draws are made in the same order.
-
-
-class Unborn(TorchDispatchMode):
-    """A block in which a model is made without its matrices (vectors are small). Afterwards bear() makes them."""
-
-    def __enter__(self):
-        self.draws = []  # (matrix, operation, its arguments)
-
-        def bodiless(module, name, p):
-            return nn.Parameter(p.to("meta")) if p is not None and p.dim() == 2 else None
-
-        self.registered = register_module_parameter_registration_hook(bodiless)
-        return super().__enter__()
-
-    def __exit__(self, *error):
-        self.registered.remove()
-        return super().__exit__(*error)
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        if operation in (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default) and args[0].is_meta:
-            self.draws.append((args[0], operation, args[1:]))
-            return args[0]
-        return operation(*args, **(kwargs or {}))
-
-    @torch.no_grad()
-    def bear(self, names, model, world, args):
-        """names: {id of a matrix: its name}, from before the model was cut."""
-        last = {id(matrix): i for i, (matrix, *_) in enumerate(self.draws)}
-        for i, (matrix, operation, numbers) in enumerate(self.draws):
-            whole = operation(torch.empty(matrix.shape, device=world.device), *numbers)
-            if last[id(matrix)] > i or id(matrix) not in names:
-                continue  # drawn again, or left out: experts take the place of MLPs
-            if world.size > 1 and not world.late:
-                dist.broadcast(whole, 0)  # the same seed gives the same weights; other machines may round otherwise
-            name = names[id(matrix)]
-            bodiless = model.get_parameter(name)
-            p = nn.Parameter(parallel.own_part(whole, bodiless, world.parts).to(born_dtype(name, args)))
-            p.__dict__ |= bodiless.__dict__  # where it was cut
-            owner, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(owner), leaf, p)
+# A model that is trained in 3 bytes a parameter must never be there in 4. So its matrices are born (05) when it is
+# known what part of each this process keeps, and in what dtype. What happens to the model until then, in this order:
+#
+#     GPT(config)              01's, without memory for matrices; with_experts(): 07's in place of MLPs
+#     tensor_parallel()        --tp: parts of matrices, and sums where their outputs meet (05)
+#     lean() | recompute()     what backward needs is made again: between matrices, or all of a layer (05)
+#     expert_parallel()        --sync ddp: each process has some of the experts (07)
+#     bear()                   now there is memory
+#     Flat, Optimizer          what workers exchange, as one list of numbers (06); steps inside backward (04)
+#     replay()                 both passes as CUDA graphs, where they may be (04)
+#     restore()                --resume
 
 
 def born_dtype(name, args):
@@ -996,7 +970,7 @@ def build(args, device):
     torch.use_deterministic_algorithms(args.deterministic)
     choose_batch(config, world, args, device)
     torch.manual_seed(args.seed)
-    with device, Unborn() as unborn:
+    with device, parallel.Unborn() as unborn:
         model = base.GPT(config)
         if args.moe:
             mixture.with_experts(model)
@@ -1011,12 +985,13 @@ def build(args, device):
         everybody = dist.group.WORLD if args.sync == "ddp" and world.size > 1 else None
         balance = mixture.Balance(model, args.balance, everybody, BALANCE, rate=BIAS_RATE)
         if everybody:
-            world.parts = everybody
+            world.split = everybody
             mixture.expert_parallel(model, everybody, args.ep_policy)
-    unborn.bear(names, model, world, args)
+    unborn.bear(model, names, functools.partial(born_dtype, args=args), device, world.split,
+                sent=world.size > 1 and not world.late)
     method = sync_method(args)
     flat = low_comm.Flat([model], method.fragments) if method else None  # before forge(), which keeps where weights lie
-    run = Run(args, device, world, config, model, Optimizer(model, args, world.parts, origins), balance)
+    run = Run(args, device, world, config, model, Optimizer(model, args, world.split, origins), balance)
     if args.replay:
         forging.replay(model, run.optimizer.forged)
     if method:
@@ -1032,7 +1007,7 @@ def make_sync(run, flat, method):
     transport = low_comm.Sim(1)
     if several:
         number = world.rank if world.late else None
-        transport = low_comm.Dist(run.device, PATIENCE, rank=number, group=world.data)
+        transport = low_comm.Dist(run.device, PATIENCE, rank=number, group=world.replicas)
     if run.optimizer.forged:
         states = run.optimizer.forged.states.values()
         flat.adopt((s.weight, s.tensors["master"]) for s in states if "master" in s.tensors)
@@ -1061,6 +1036,18 @@ def make_sync(run, flat, method):
 #
 # Activations are counted in 01 (18 D elements a token and layer), what lean() makes again in 05 (8 of them), experts in
 # 07, the loss in 02 and 03. What is particular to this program is written here. On a GPU predictions are within 5 %.
+#
+# GPT-2 small by default, 64 sequences of 1,024 (N = 65,536 tokens), D = 768, 12 layers, V = 50,304; in MiB:
+#
+#     parameters       619    162 M in fp32: 85 M of the layers, 2 V D of embedding and classifier
+#     optimizer        914    Muon 4 bytes for each of the layers' (324), AdamW 8 for each of the tables' (590)
+#     activations   14,148    a token and layer: 10 D elements of 2 bytes (11,520), the stream in 4 (2,304); E (288)
+#     loss             938    dE (96), a workspace of 768, bf16's copy of the classifier (74)
+#     slab              32    the one gradient of a matrix that is there at a time
+#     layer again      768    an MLP's activation, made again in backward, and its gradient
+#
+# early = 14,148 + (938 + 768: graphs) + 32, peak = 619 + 914 + early = 17,418. Logits would add 2 N V bytes in bf16,
+# 6,288 MiB, and their softmax and gradient several times that (01).
 
 
 class Shape(NamedTuple):
@@ -1105,16 +1092,14 @@ def loss_plan(N, config, args, device):
                              LOSS_WORKSPACE[device.type], orders=orders, kernels=kernels)
 
 
-def factor_sizes(config, tokens, args):
-    """Bytes of what forged weights hold until all of a step's tokens were seen: (the layers' factors, the same as
-    gradients, the smaller for each weight, which is kept; what is kept for embedding and classifier)."""
+def kept_bytes(config, tokens, args):
+    """Of what forged weights hold until all of a step's tokens were seen. A matrix: the factors of its gradient, or the
+    gradient, the smaller; the embedding: rows of its gradient, and where they belong, or all of it."""
     size, VD = cut_dtype(args).itemsize, config.vocab // args.tp * config.dim
-    pairs = [(forging.stash_bytes([(s.M, s.K)], tokens * s.met, size), 4 * s.M * s.K * s.count)
-             for s in layer_shapes(config, args.tp)]
-    lists = 4 * tokens + 4 * args.accum * (config.vocab + 1)
-    tables = min(4 * tokens * config.dim + lists, 4 * VD) + held_for_classifier(config, tokens, args)
-    factors, gradients = (sum(column) for column in zip(*pairs, strict=True))
-    return factors, gradients, sum(map(min, pairs)), tables
+    layers = sum(min(forging.stash_bytes([(s.M, s.K)], tokens * s.met, size), 4 * s.M * s.K * s.count)
+                 for s in layer_shapes(config, args.tp))
+    rows = 4 * tokens * config.dim + 4 * tokens + 4 * args.accum * (config.vocab + 1)
+    return layers + min(rows, 4 * VD) + held_for_classifier(config, tokens, args)
 
 
 def held_for_classifier(config, tokens, args):
@@ -1207,7 +1192,7 @@ def predict_memory(config, batch, args, device, processes=1):
     slab, products = slab_bytes(config, N, args, device)
     activations, again = activation_bytes(config, N, args, device)
     loss = loss_bytes(config, N, args, device)
-    kept = sum(factor_sizes(config, N * args.accum, args)[2:]) if waits(args) else 0
+    kept = kept_bytes(config, N * args.accum, args) if waits(args) else 0
     parts = dict(parameters=parameters, gradients=4 * others + slab + kept, optimizer=states, activations=activations,
                  loss=loss)
     if method := sync_method(args):
@@ -1244,27 +1229,26 @@ def choose_batch(config, world, args, device):
     if args.batch is None and args.fit is not None:
         each = largest_batch(config, args, device, room_of(args.fit))
         base.refuse((not each, f"--fit {args.fit:g}: one sequence takes more: see --fit without --dry-run for flags"))
-        args.batch = each * args.accum * world.workers
+        args.batch = each * args.accum * args.workers
     elif args.batch is None:
         each = 64
         while each > args.accum and (
             predict_memory(config, each // args.accum, args, device, world.size)[1] > 0.85 * memory):
             each //= 2
-        args.batch = world.smallest(each) * world.workers
+        args.batch = world.smallest(each) * args.workers
     check_batch(args)
-    micro = args.batch // (world.workers * args.accum)
-    peak = predict_memory(config, micro, args, device, world.size)[1]
+    peak = predict_memory(config, micro_batch(args), args, device, world.size)[1]
     base.refuse((peak > 1.05 * memory, f"--batch {args.batch}: takes {peak / MIB:,.0f} MiB, {memory / MIB:,.0f} are "
                  "free: use a smaller --batch, the same with more --accum, or see what fits: --fit GIB"))
     args.replay, room = can_replay(args, device), memory if args.fit is None else room_of(args.fit)
-    args.replay = args.replay and predict_memory(config, micro, args, device, world.size)[1] < 0.9 * room
+    args.replay = args.replay and predict_memory(config, micro_batch(args), args, device, world.size)[1] < 0.9 * room
 
 
 def check_batch(args):
-    workers, noun = args.processes // args.tp, "processes" if args.tp == 1 else "workers"
-    base.refuse((args.batch % (workers * args.accum),
-                 f"--batch {args.batch} counts sequences over all {noun}: it must be a multiple of {workers} {noun} x "
-                 f"{args.accum} micro-batches"))
+    noun = "processes" if args.tp == 1 else "workers"
+    base.refuse((args.batch % (args.workers * args.accum),
+                 f"--batch {args.batch} counts sequences over all {noun}: it must be a multiple of {args.workers} "
+                 f"{noun} x {args.accum} micro-batches"))
 
 
 @contextlib.contextmanager
@@ -1290,49 +1274,45 @@ def limited(args, device):
 
 # For --fit, from the most comfortable to the least. Muon is the better rule where a step has tokens enough to pay for
 # its products: of 7b they are as many FLOPs as 15,000 tokens', whatever the batch. Below some 65,000 take Adam-mini,
-# which makes none, and needs no whole gradient of a matrix.
-SMALLEST = {"states": "int8", "rule": "adam-mini", "clip": 0}  # clipped, all gradients would be kept
-FRUGAL = ({}, {"states": "int8"}, SMALLEST, SMALLEST | {"recompute": True},
-          SMALLEST | {"recompute": True, "offload": True})
+# which makes none, and needs no whole gradient of a matrix (unless it is clipped).
+SMALLEST = "--states int8 --rule adam-mini --clip 0"
+FRUGAL = "", "--states int8", SMALLEST, f"{SMALLEST} --recompute", f"{SMALLEST} --recompute --offload"
 
 
-def print_fits(args, argv):
-    """--fit: for each preset (or the one that was asked for) and FRUGAL flags, beside those that were asked for, the
-    largest batch on a card of that size; then what to type for the largest model: the first flags with which four
-    sequences fit, or the last."""
-    parser, room, device, best = make_parser(), room_of(args.fit), torch.device(args.device), None
-    asked = {name: v for name, v in vars(parser.parse_args(argv)).items() if v != parser.get_default(name)}
+def print_fits(args):
+    """--fit: of each preset (or the one asked for) the largest batch on a card of that size, by FRUGAL flags; then what
+    to type for the largest model: the first flags with which four sequences fit, or the last."""
+    splitter, room, best, seen = Parser(allow_abbrev=False), room_of(args.fit), None, set()
+    for name in ("--fit", "--preset", "--batch"):
+        splitter.add_argument(name)
+    asked, others = splitter.parse_known_args(args.argv)
     print(f"a card of {args.fit:g} GiB: {room / MIB:,.0f} MiB for tensors; batch: sequences a step, predicted to fit\n")
-    print(f"{'preset':<12}{'parameters':>11}  {'flags':<62}{'batch':>6}{'peak MiB':>10}")
-    for preset in [asked["preset"]] if "preset" in asked else [name for name in PRESETS if name != "cpu"]:
+    print(f"{'preset':<12}{'parameters':>11}  {shlex.join(['flags', *others]):<62}{'batch':>6}{'peak MiB':>10}")
+    for preset in [asked.preset] if asked.preset else [name for name in PRESETS if name != "cpu"]:
         enough = False
-        rest = [[word for name, v in frugal.items() if name not in asked for word in typed(name, v)]
-                + [word for name, v in asked.items() if name in frugal for word in typed(name, v)] for frugal in FRUGAL]
-        for flags in dict.fromkeys(map(" ".join, rest)):
+        for frugal in FRUGAL:
+            words = ["--preset", preset, *frugal.split(), *others]  # what was asked for comes last, and wins
             try:
-                one = parse([*argv, "--preset", preset, *flags.split()])
-            except base.BadInput:  # flags of FRUGAL that do not go with those that were asked for
+                one = parse([*words, "--fit", str(args.fit)])
+            except base.BadInput:  # the frugal ones do not go with it
                 continue
-            config, workers = make_config(one), one.processes // one.tp
+            how = preset, one.states, one.rule, one.clip, one.recompute, one.offload
+            if how in seen:
+                continue
+            seen.add(how)
+            config, device = make_config(one), torch.device(one.device)
             batch = largest_batch(config, one, device, room)
             peak = predict_memory(config, max(1, batch), one, device, one.processes)[1]
-            count = f"{batch * one.accum * workers}" if batch else "none"
-            print(f"{preset:<12}{config.parameters() / 1e9:>9.2f} B  {flags:<62}{count:>6}{peak / MIB:>10,.0f}")
+            count = batch * one.accum * one.workers
+            print(f"{preset:<12}{config.parameters() / 1e9:>9.2f} B  {frugal:<62}{count or 'none':>6}"
+                  f"{peak / MIB:>10,.0f}")
             if batch and not enough:
-                best, enough = f"--preset {preset} {flags} --batch {count}".replace("  ", " "), batch >= 4
+                best, enough = [*words, "--batch", str(count)], batch >= 4
     base.refuse((best is None, f"--fit {args.fit:g}: nothing fits: use a smaller --seq, fewer --layers, or --preset "
                  "cpu"))
-    words = [word for name, v in asked.items() if name not in ("fit", "preset", "batch") and f"--{name}" not in best
-             for word in typed(name, v)]
-    print(f"\ntype: python {shlex.quote(os.path.relpath(__file__))} {' '.join([*words, best])}\n"
+    print(f"\ntype: python {shlex.quote(os.path.relpath(__file__))} {shlex.join(best)}\n"
           f"      (with --dry-run --fit {args.fit:g}: three steps in the memory of that card, on a larger one)")
     return 0
-
-
-def typed(name, value):
-    """A flag as words."""
-    values = [] if isinstance(value, bool) else [value]
-    return [flag("no_" * (value is False) + name), *(shlex.quote(str(v)) for v in values)]
 
 
 # ==== 6. Checkpoints: whole or absent =================================================================================
@@ -1345,14 +1325,19 @@ def typed(name, value):
 # others have theirs. So a checkpoint of which step_N.pt is there is whole, whenever the power goes, unless the disk
 # loses bits: each tensor's checksum is part of torch's format, and is compared before a run goes on. The last KEEP are
 # kept. No weight or state in a checkpoint of one state (--sync none, ddp) is cut by processes: any number can go on.
+# Workers apart have a state each, and as many have to go on. GPT-2 small (65,536 classes), DiLoCo, two workers, in GB:
+#
+#                  model   momentum, moments   own weights and anchor   file
+#     first        0.7     1.1                 1.5                      3.4
+#     second       -       1.1                 1.5                      2.6
 #
 # Beside a GPU training does not wait for the disk. save() copies what there is to the host, a thread writes it, and
-# commit() gives it its name at the next tenth step, where all processes meet: who is killed before that goes on from
-# the checkpoint before.
+# commit() gives it its name at a later tenth step, when all processes have written theirs: who is killed before that
+# goes on from the checkpoint before.
 #
-#     step     100             101 ...     110               at the end, on a stop, and on CPUs: both at once
-#     host     save | copy     train       commit | rename
-#     thread           | write, fsync |
+#     step     100             101 ... 110 ... 120           at the end, on a stop, and on CPUs: both at once
+#     host     save | copy     train           commit | rename
+#     thread          | write, fsync      |
 
 
 def write(path, state):
@@ -1389,12 +1374,12 @@ def save(run, step, now=True):
         return
     commit(run)
     if args.sync == "ddp" and world.workers > 1:
-        check_replicas(run.model, world)
+        parallel.check_replicas([p for p in run.model.parameters() if not world.spread_experts(p)], world.replicas)
     members, state = world.members, content(run, step)
     number = members.index(world.worker) * args.tp + world.place
     target = worker_file(Path(args.out) / f"step_{step:08d}.pt", number)
     temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
-    if world.main:
+    if world.is_main:
         for leftover in Path(args.out).glob("step_*.tmp"):  # of a process that was killed while it saved
             leftover.unlink()
     world.barrier()  # they are gone
@@ -1420,31 +1405,35 @@ def content(run, step):
     with world.synchronised():
         own = dict(model.named_parameters())
         for key, tensor in model.state_dict().items() if needed else ():
-            tensor = parallel.collected(tensor, own.get(key), world.parts)
-            if world.main:  # a copy, as the sync's weights are about to change
+            tensor = parallel.collected(tensor, own.get(key), world.split)
+            if world.is_main:  # a copy, as the sync's weights are about to change
                 state["model"][key] = tensor.to("cpu", copy=bool(world.sync))
     state["optimizer"] = run.optimizer.state_dict(whole=not world.sync)
     if world.sync:
         state["sync"] = world.sync.state_dict()
     to_host = lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf  # noqa: E731
-    return tree_map(to_host, state) if world.main or world.sync else None
+    return tree_map(to_host, state) if world.is_main or world.sync else None
 
 
-def commit(run):
-    """The end of a checkpoint that save() has begun, by all processes at once. OSError with what to do."""
+def commit(run, wait=True):
+    """The end of a checkpoint that save() has begun, by all processes at once; not `wait`: if all have written theirs.
+    OSError with what to do."""
     pending, world, args = run.pending, run.world, run.args
-    run.pending = None
     if pending is None:
         return
+    writing = pending.writing and not pending.writing.done()
+    if not wait and world.totals(bool(writing))[0]:
+        return
+    run.pending = None
     try:
         if pending.writing:
             pending.writing.result()
-            if not world.main:
+            if not world.is_main:
                 rename(pending.temporary, pending.target)
         world.barrier()
         if world.members == pending.members:
             run.saved = pending.step
-            if world.main:
+            if world.is_main:
                 rename(pending.temporary, pending.target)
                 drop_old_ones(args.out, pending.target)
     except (OSError, RuntimeError) as error:
@@ -1496,7 +1485,7 @@ def restore(run):
     load = functools.partial(torch.load, weights_only=True, map_location="cpu")
     saved = load(args.checkpoint)
     own = dict(model.named_parameters())
-    model.load_state_dict({k: parallel.own_part(t, own.get(k), world.parts) for k, t in saved["model"].items()})
+    model.load_state_dict({k: parallel.own_part(t, own.get(k), world.split) for k, t in saved["model"].items()})
     apart = world.sync and "sync" in saved  # a checkpoint of --sync none or ddp has one state for all
     if world.sync and not (apart and args.steps):
         world.sync.restart(args.start)
@@ -1604,7 +1593,7 @@ class Log:
 
     def begin(self):
         """The file of --log, refused before an earlier run is moved aside; and what a reader wants to know first."""
-        args, main = self.args, self.world.main
+        args, main = self.args, self.world.is_main
         rows = rows_to_keep(args) if args.log and main else ()
         if args.start == 0 and main and not args.dry_run:
             set_aside(args.out)
@@ -1620,7 +1609,7 @@ class Log:
                  flops_per_token=config.flops_per_token(), device=base.describe_device(self.run.device))
 
     def row(self, **values):
-        if self.args.log and self.world.main and not self.file:  # the first worker was lost: go on for it
+        if self.args.log and self.world.is_main and not self.file:  # the first worker was lost: go on for it
             self.file = Path(self.args.log).open("a")
         if self.file:
             self.file.write(json.dumps({k: v for k, v in values.items() if v is not None}) + "\n")
@@ -1628,8 +1617,8 @@ class Log:
 
     def say(self, text, every_worker=False):
         """A line by one process, or by one of each worker."""
-        if self.world.main or every_worker and self.world.place == 0:
-            print(("" if self.world.main else f"worker {self.world.worker}, ") + text, flush=True)
+        if self.world.is_main or every_worker and self.world.place == 0:
+            print(("" if self.world.is_main else f"worker {self.world.worker}, ") + text, flush=True)
 
     def per_byte(self, loss):
         return None if self.bits is None else loss * self.bits
@@ -1701,7 +1690,7 @@ class Log:
 def describe_run(run):
     """What a reader wants to know before step 0, from formulas alone."""
     args, world, config, data = run.args, run.world, run.config, run.data
-    micro, tokens = args.batch // (world.workers * args.accum), args.batch * args.seq
+    micro, tokens = micro_batch(args), args.batch * args.seq
     epochs = max(0, args.steps - args.start) * args.batch / len(data.train)
     size, held = (sum(s.nbytes for s in part.shards) / MIB for part in (data.train, data.val))
     yield base.describe_device(run.device) + (f" | {world.size} processes" if world.size > 1 else "")
@@ -1713,11 +1702,13 @@ def describe_run(run):
         where = f"spread over {world.size} processes by {args.ep_policy}" if args.ep_policy else "all in each process"
         yield (f"        {args.moe} experts of width {config.width()} a layer, {where}; a token meets {args.top_k}; "
                f"balance: {args.balance}")
-    plan, how = loss_plan(micro * args.seq, config, args, run.device), ""
+    plan, how = loss_plan(micro * args.seq, config, args, run.device), "materialised logits"
     if args.loss != "reference":
-        how = f"; exact gradient: {plan.order}, {plan.passes} matrix passes, blocks of {plan.block}"
+        how = "Triton kernels" if has_kernels(run.device) else "blocked PyTorch"
+        how += "" if base.HAS_TRITON else ": Triton is not installed"
+        how += f"; exact gradient: {plan.order}, {plan.passes} matrix passes, blocks of {plan.block}"
         how += f"; sparse while dE and dC are estimated within {filtering.MAX_ERROR}" if args.loss == "cce" else ""
-    yield f"        {args.dtype} ({args.why_dtype}), loss {args.loss} ({args.why_loss}{how})"
+    yield f"        {args.dtype}, loss {args.loss} ({how})"
     yield from describe_optimizer(run)
     who = "process(es)" if args.tp == 1 else f"worker(s), each of {args.tp} processes,"
     yield f"step    {tokens:,} tokens = {args.batch} sequences of {args.seq} = " + (
@@ -1740,14 +1731,9 @@ def describe_optimizer(run):
     yield f"        rule    {rule}" + (f"; clipped at {args.clip:g}" if args.clip else "")
     when = "a step after backward from gradients that are kept"
     if args.optimizer == "forge":
-        when = "steps after the last backward pass" if waits(args) else "steps inside backward"
+        when = "steps after the last backward pass, from what was kept" if waits(args) else "steps inside backward"
         when += f", states in {args.states}"
-    yield f"        optimizer {args.optimizer} ({args.why_optimizer}): {when}"
-    if waits(args):
-        factors, gradients, *_ = factor_sizes(config, tokens // run.world.workers, args)
-        what = "factors" if factors <= gradients else "gradients"
-        yield (f"        until then {what} are kept, the smaller (of layers {factors / MIB:,.0f} and "
-               f"{gradients / MIB:,.0f} MiB); with --clip 0 and --accum 1 neither is")
+    yield f"        optimizer {args.optimizer}: {when}"
 
 
 def describe_sync(method, world, args):
@@ -1763,11 +1749,18 @@ def describe_sync(method, world, args):
     return f"sync    {args.sync}{outer}: {when}, {size / 1e6:,.2f} MB a {who} and round{fewer}; steps show one worker"
 
 
+# The last table of a run. What is alive at three points of the first step is told apart by subtraction:
+#
+#     before                parameters, optimizer's states, the sync's buffers, the slab
+#     forward - before      activations
+#     backward - before     gradients that are kept
+#     peak - forward        the loss, and what else is largest early in backward
+
+
 def compare_memory(run):
     """Lines: predicted MiB by category, and measured: of the first step, the peak of all."""
     args, world, device, alive, forged = run.args, run.world, run.device, run.alive, run.optimizer.forged
-    micro = args.batch // (world.workers * args.accum)
-    parts, peak = predict_memory(run.config, micro, args, device, world.size)
+    parts, peak = predict_memory(run.config, micro_batch(args), args, device, world.size)
     weights = sum(p.nbytes for p in run.model.parameters())
     slab, held = forged.slab.nbytes if forged else 0, sum(t.nbytes for t in world.sync.resident()) if world.sync else 0
     measured = dict(
@@ -1793,6 +1786,20 @@ def resume_command(args):
 # A flag that is not given is completed in this order: by the checkpoint (--resume), by the preset, by the device. What
 # belongs to one launch is not in a checkpoint; a flag beside --resume wins, unless it would change the model or the
 # optimizer's state. What cannot be is refused in one line that says what to use instead, before anything is written.
+#
+#     python train.py --gpus 2 --rule adamw       typed       checkpoint   preset, device      becomes
+#     layers                                      -           -            12 (gpt2-small)     12
+#     rule                                        adamw       -            -                   adamw
+#     lr                                          -           -            adamw's: 1e-3       1e-3
+#     clip                                        -           -            1, but 0 for muon   1
+#     sync                                        -           -            diloco              diloco
+#     ... --resume --sync none --lr 5e-4
+#     rule, layers                                -           adamw, 12    -                   as they were
+#     lr                                          5e-4        1e-3         -                   5e-4
+#     sync                                        none        diloco       -                   refused
+#
+# A new flag is a row in FLAGS. If it must not change within a run, its name goes into FIXED; if it is about where and
+# how to run, not what is trained, into LAUNCH. What it cannot be combined with is a yield in refusals().
 
 whole, number, choices = dict(type=int), dict(type=float), lambda *names: dict(choices=names)  # noqa: E731
 FLAGS = {
@@ -1902,7 +1909,7 @@ def parse(argv):
     base.refuse((on_gpus and local > present and not only_planned(args),
                  f"{local} process(es) on GPUs, but this machine has {present} GPU(s): use {fewer}processes on the CPU "
                  "with --device cpu"))
-    args.device = "cuda" if on_gpus else "cpu"
+    args.device, args.workers = "cuda" if on_gpus else "cpu", args.processes // max(1, args.tp)
     complete(args)
     for wrong, text in refusals(args, asked, record, local):  # one after the other: a later one may need an earlier one
         base.refuse((wrong, text))
@@ -1941,21 +1948,15 @@ def complete(args):
     args.vocab = default_vocab(args) if args.vocab is None else args.vocab
     args.data, args.val = (pattern and os.path.abspath(pattern) for pattern in (args.data, args.val))
     args.sample = "def " if args.sample is None and has_text(args) else args.sample
-    several = args.processes > max(1, args.tp)  # workers
+    several = args.workers > 1
     args.sync = args.sync or ("diloco" if several else "none")
-    if args.dtype:
-        args.why_dtype = "as asked, or in the checkpoint"
-    else:
-        args.dtype, args.why_dtype = best_dtype(args)
+    args.dtype = args.dtype or ("bf16" if args.device == "cuda" and has_bf16(args) else "fp32")
     if args.compile is None:
         args.compile = has_kernels(torch.device(args.device))
     if args.loss is None:  # the sparse gradient's kernels need Hopper; elsewhere there is nothing to decide
         device, present = torch.device(args.device), torch.cuda.is_available()
         hopper = has_kernels(device) and (not present or cce.is_hopper(device))
         args.loss = "cce" if hopper and args.tp == 1 and args.dtype == "bf16" and args.dim % 8 == 0 else "cce-exact"
-    args.why_loss = "materialised logits" if args.loss == "reference" else "Triton kernels"
-    if args.loss != "reference" and (args.device == "cpu" or base.INTERPRETED or not base.HAS_TRITON):
-        args.why_loss = "blocked PyTorch" + ("" if base.HAS_TRITON else ": Triton is not installed")
     if args.moe:
         args.top_k, args.balance = args.top_k or min(2, args.moe), args.balance or "global"
         args.ep_policy = args.ep_policy or ("ep" if several and args.sync == "ddp" else None)
@@ -1963,25 +1964,14 @@ def complete(args):
         rounds = (args.steps - args.start) // (args.inner_steps or low_comm.METHODS[args.sync].H)
         args.outer = low_comm.outer_for(args.sync, rounds)
     args.replay = False  # whether there are CUDA graphs: choose_batch() may say so
-    args.why_optimizer = "as asked, or in the checkpoint"
-    if args.optimizer is None:
-        needs = [("--sync ddp sums gradients first", several and args.sync == "ddp"),
-                 (f"--accum {args.accum}: gradients are summed first", args.accum > 1 and args.states == "fp32"),
-                 ("--loss reference has no forged classifier", args.loss == "reference")]
-        args.why_optimizer = next((why for why, true in needs if true), None)
-        args.optimizer = "ordinary" if args.why_optimizer else "forge"
-        args.why_optimizer = args.why_optimizer or "nothing needs a sum of gradients first"
+    if args.optimizer is None:  # what forge cannot do, or (in fp32) does not do with less memory
+        summed = several and args.sync == "ddp" or args.accum > 1 and args.states == "fp32"
+        args.optimizer = "ordinary" if summed or args.loss == "reference" else "forge"
 
 
-def best_dtype(args):
-    """(dtype, reason)."""
-    if only_planned(args):
-        return "bf16", "to plan with"
-    if args.device == "cpu":
-        return "fp32", "fastest on most CPUs"
-    if torch.cuda.is_bf16_supported(including_emulation=False):
-        return "bf16", "this GPU has it; master weights, norms and sums in fp32"
-    return "fp32", f"{torch.cuda.get_device_name()} is older than bf16"
+def has_bf16(args):
+    """Whether the GPU has such units; one that need not be here is taken for one that does."""
+    return only_planned(args) or torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def only_planned(args):
@@ -1991,7 +1981,7 @@ def only_planned(args):
 
 def refusals(args, asked, record, local):
     """(wrong, text) of everything that cannot be. asked: flags as typed; record: of the checkpoint."""
-    text, K, moe, sync, given = has_text(args), args.tp, args.moe, args.sync, args.processes
+    text, moe, sync, given = has_text(args), args.moe, args.sync, args.processes
     yield not 0 <= moe <= 2**16, f"--moe {moe}: use 0 (none) to {2**16} experts"
     yield args.layers > 4096, f"--layers {args.layers}: use at most 4096"
     for name, what in dict(log="file", out="directory", val="file").items():
@@ -2002,7 +1992,7 @@ def refusals(args, asked, record, local):
     for name in ("steps", "warmup", "save_every", "eval_every", "clip", "lr", "weight_decay", "seed"):
         value = getattr(args, name)
         yield not 0 <= value < 2**63, f"{flag(name)} {value}: must not be negative (nor past 2^63)"
-    workers, several = given // K, given // K > 1
+    workers, several = args.workers, args.workers > 1
     yield args.dim % (2 * args.heads), (f"--dim {args.dim} --heads {args.heads}: dim must be a multiple of 2 * heads")
     yield args.fit is not None and not 0 < args.fit < 2**20, f"--fit {args.fit}: use the GiB of a card, above 0"
     yield only_planned(args) and args.resume, "--fit with --resume: it is for a new run: drop one of them"
@@ -2013,8 +2003,8 @@ def refusals(args, asked, record, local):
     yield args.sample and not text, f"--sample: no decoder for the tokens of {args.data}: use text data"
     yield args.sample and max(encode(args.sample, args.tokens)) >= args.vocab, (
         f"--sample {args.sample!r}: a token is outside the vocabulary of {args.vocab}: use another")
-    has_bf16 = args.device == "cpu" or only_planned(args) or torch.cuda.is_bf16_supported(including_emulation=False)
-    yield args.dtype == "bf16" and not has_bf16, "--dtype bf16: this GPU has none (Ampere and later do): use fp32"
+    yield args.dtype == "bf16" and args.device == "cuda" and not has_bf16(args), (
+        "--dtype bf16: this GPU has none (Ampere and later do): use fp32")
 
     yield from refused_optimizers(args, several)
     yield from refused_workers(args, record, workers, local)
@@ -2084,15 +2074,27 @@ def refused_workers(args, record, workers, local):
 
 # ==== 9. Processes ====================================================================================================
 #
-#     python train.py                 this process                                launch -> run
-#     python train.py --gpus 2        two of its own (05's spawn), which it watches: launch -> start -> run_rank -> run
-#     torchrun ... -- train.py        torchrun's: each is launched by itself        launch -> start -> run_rank -> run
+#     python train.py             this process                                    launch -> process
+#     python train.py --gpus 2    two of its own (05's spawn), which it watches   launch -> start -> run_rank -> process
+#     torchrun ... -- train.py    torchrun's: each is launched by itself          launch -> start -> run_rank -> process
 #
 # On CPUs a worker that trains apart may be killed: the others go on, and a new process takes its place. Over NCCL the
 # loss of one ends all.
+#
+#     worker 0     step  step  round        step  step  round        step  step  round with process 2
+#     worker 1     step  KILLED    its parent tells of the loss: the round is worker 0's alone
+#     process 2          starts, loads the libraries, joins at a round: 0's weights, 1's sequences
+#
+# How a run ends, and what its shell sees:
+#
+#     0           all steps are done, or there was nothing to do
+#     1           a loss, gradient or weight was not finite; the last checkpoint is from before
+#     2           bad input, or a mishap that a line explains: a full disk, no memory, lost neighbours
+#     128 + n     signal n: saved, at the end of a step or round; n = 9: a process was killed, nothing could be saved
+#     traceback   anything else: a mistake in this program, or in what you made of it
 
 
-def run(args):
+def process(args):
     """One process, from the first line to the last; returns its exit status."""
     device = torch.device(args.device, int(os.environ.get("LOCAL_RANK", 0)) if args.device == "cuda" else None)
     with limited(args, device):
@@ -2116,9 +2118,9 @@ def run(args):
 def write_sample(run):
     args, world = run.args, run.world
     with world.synchronised():
-        needed = world.main or world.parts  # where a model is spread, all make the same text
+        needed = world.is_main or world.split  # where a model is spread, all make the same text
         ids = generate(run.model, encode(args.sample, args.tokens), args, run.device) if needed else None
-    if world.main:
+    if world.is_main:
         untrained = "" if args.steps or args.resume else ", from random weights (no --resume)"
         print(f"\nsample  temperature {SAMPLE['temperature']}, top {SAMPLE['top']}{untrained}")
         print(decode(ids, args.tokens))
@@ -2142,7 +2144,7 @@ def scratch(run):
 def run_rank(args):
     """The body of one process of several: what went wrong becomes its exit status, not a traceback."""
     try:
-        status = guarded(run, args)
+        status = guarded(process, args)
     except RuntimeError as error:
         if "gloo" not in str(error).lower() and "nccl" not in str(error).lower():
             raise
@@ -2183,7 +2185,7 @@ def launch(argv):
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     args = parse(argv)
     if only_planned(args):
-        return print_fits(args, args.argv)
+        return print_fits(args)
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
     writes = args.steps and not args.dry_run and (not args.torchrun or os.environ["RANK"] == "0")
@@ -2208,7 +2210,7 @@ def start(args):
         dist.destroy_process_group()
         return 0
     if args.gpus == 1:
-        return run(args)
+        return process(args)
     apart = args.sync in low_comm.METHODS
     grace = 600 if apart else 30  # seconds to stop in: workers apart stop after a round
     spare = args.gpus - 1 if args.device == "cpu" and apart and args.tp == 1 else 0
