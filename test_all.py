@@ -867,7 +867,7 @@ def test_train_gradient_of_a_step(text, monkeypatch, accum, balance):
     for workers in (1, 2, 4):  # a micro-batch is the same of however many workers
         worlds = [SimpleNamespace(workers=workers, seat=seat) for seat in range(workers)]
         args = SimpleNamespace(batch=16, accum=2, workers=workers)
-        parts = [[i for world in worlds for i in train.share(args, world, micro)] for micro in (0, 1)]
+        parts = [[i for world in worlds for i in train.sequences(args, world, micro)] for micro in (0, 1)]
         assert parts == [list(range(8)), list(range(8, 16))]
 
 
