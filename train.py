@@ -576,8 +576,8 @@ class Feed:
 
     def begin(self):
         """Start the next step's forward pass, where that is a CUDA graph, so that the device has work while the host
-        reads the vote. Not of workers apart: first comes what a round makes of their weights."""
-        if self.ready and self.run.args.replay and not self.run.world.sync:
+        reads the vote."""
+        if self.ready and self.run.args.replay:
             ((x, _),) = self.ready.values()
             self.run.model.forward.ahead(x)
 
@@ -807,8 +807,9 @@ def waits(args):
 
 def can_replay(args, device):
     """Whether the passes can be CUDA graphs (04's replay): every matrix moves inside backward, and each step launches
-    the same work as the last."""
-    other = args.moe or args.tp > 1 or args.recompute or args.offload or waits(args)
+    the same work as the last. (Of workers apart they could be, too. But a round's buffers then lie beside the memory of
+    the graphs, not in it: 22,100 MiB in place of 17,800, for 2 % of the time.)"""
+    other = args.moe or args.tp > 1 or args.recompute or args.offload or waits(args) or args.sync in low_comm.METHODS
     return args.optimizer == "forge" and not other and has_kernels(device)
 
 
