@@ -19,6 +19,7 @@ import itertools
 import json
 import math
 import os
+import pickle
 import random
 import re
 import shlex
@@ -159,27 +160,34 @@ JOBS = {"test_stage_runs": lambda stage: python(f"{stage}.py"), "test_planted_bu
 
 
 @pytest.fixture(scope="session", autouse=True)
-def beside(request):
-    """{test: future of its job}. The tests mostly keep one core busy. Beside them scripts and bugs of 01 to 04 run, one
-    after the other, and beside both the rest, whose processes mostly wait. But each worker of pytest-xdist has all
-    tests in its session, of which it runs some: there a job is done when its test asks for it."""
-    items = [] if "PYTEST_XDIST_WORKER" in os.environ else request.session.items
-    with concurrent.futures.ThreadPoolExecutor(1) as busy, concurrent.futures.ThreadPoolExecutor(1) as idle:
-        jobs = {}
-        for item in items:
-            if job := JOBS.get(item.originalname):
-                given = item.callspec.params
-                waits = item.originalname != "test_stage_runs" and given.get("stage", "05") >= "05"
-                jobs[item] = (idle if waits else busy).submit(job, **given)
-        yield jobs
-        busy.shutdown(cancel_futures=True)
-        idle.shutdown(cancel_futures=True)
+def beside(request, tmp_path_factory):
+    """place(test): the file where its job's outcome is, or will be. The tests mostly keep one core busy; beside them
+    two jobs run at a time, whose processes often wait. Each worker of pytest-xdist has all tests in its session, of
+    which it runs some: the first one has the jobs of all."""
+    worker, folder = os.environ.get("PYTEST_XDIST_WORKER"), tmp_path_factory.getbasetemp()
+    folder = folder.parent if worker else folder
+    place = lambda item: folder / re.sub(r"\W", "_", item.name)  # noqa: E731
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        for item in request.session.items if worker in (None, "gw0") else ():
+            if item.originalname in JOBS:
+                pool.submit(work, item, place(item))
+        yield place
+        pool.shutdown(cancel_futures=worker is None)
+
+
+def work(item, file):
+    try:
+        result = JOBS[item.originalname](**item.callspec.params)
+    except Exception as error:
+        result = error
+    raw(file.with_suffix(".part"), pickle.dumps(result)).rename(file)
 
 
 @pytest.fixture
 def outcome(request, beside):
-    item = request.node
-    return beside[item].result() if beside else JOBS[item.originalname](**item.callspec.params)
+    file = beside(request.node)
+    wait_until(file.exists, 900)
+    return pickle.loads(file.read_bytes())
 
 
 def fail_on_rank_1(file):
@@ -759,11 +767,11 @@ def build_run(text, *flags, device=CPU, folder=None):
 
 
 def bytes_of(run):
-    """{category: [predicted, true]} of this process, between steps. (Adam-mini's one number a row is not counted.)"""
+    """{category: [predicted, true]} of this process, between steps."""
     optimizer, sync, args = run.optimizer, run.world.sync, run.args
     forged = optimizer.forged.states.values() if optimizer.forged else ()
     held = [t for state in [*optimizer.ordinary.state.values(), *(state.tensors for state in forged)]
-            for name, t in state.items() if name not in ("step", "row_v")]
+            for name, t in state.items() if name != "step"]
     parts, _ = train.predict_memory(run.config, train.micro_batch(args), args, run.device, run.world.size)
     true = dict(parameters=run.model.parameters(), optimizer=held, sync=sync.resident() if sync else ())
     return {name: [parts.get(name, 0), sum(t.nbytes for t in tensors)] for name, tensors in true.items()}

@@ -426,7 +426,7 @@ def train(run, stop):
         halt, stopped = world.outcome(verdict)
         keep = stopped or due(step, args.save_every, args.steps)
         if not halt and keep and world.totals(bool(world.wrong) or not finite_weights(run.model))[0]:
-            halt = world.wrong or "the update left weights that are not finite"
+            halt = world.wrong or "weights that are not finite, of this worker or another"
         if halt:
             return diverged(run, step, halt)
         if stopped:
@@ -1120,6 +1120,8 @@ def weight_bytes(config, args, whole):
     others = layers + 2 * VD + uncut - forged
     states = layers * forging.state_bytes(layer_rule, args.states)
     states += 2 * VD * forging.state_bytes(table_rule, args.states if inside else "fp32") + 8 * uncut
+    if args.rule == "adam-mini":  # beside them, a number for each row
+        states += 4 * (sum(s.M * s.count for s in layer_shapes(config, args.tp)) + 2 * config.vocab // args.tp)
     return 4 * others + forging.LAYOUTS[args.states].weight.itemsize * forged, states, forged, others
 
 
