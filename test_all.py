@@ -1743,11 +1743,12 @@ def test_train_predicted_bytes_of_processes(tiny):
         assert found.status == 0 and all(predicted == true for predicted, true in told.values()), (name, told)
 
 
-@pytest.mark.parametrize("accum", [1, 2])
+@pytest.mark.parametrize("accum, experts", [(1, 0), (2, 0), (1, 4)])
 @pytest.mark.parametrize("tokens", [4, 32, 512])
-def test_train_predicted_bytes_of_what_waits(text, accum, tokens):
+def test_train_predicted_bytes_of_what_waits(text, accum, experts, tokens):
     """Factors of few tokens of a micro-batch, gradients in fp32 of many, and at 32 some of both."""
-    run = build_run(text, *f"--layers 2 --dim 128 --seq 4 --clip 1 --optimizer forge --accum {accum}".split())
+    flags = f"--layers 2 --dim 128 --seq 4 --clip 1 --optimizer forge --accum {accum} --moe {experts}"
+    run = build_run(text, *flags.split())
     run.feed = SimpleNamespace(prepare=lambda *_: None, take=lambda *_: tuple(
         torch.randint(256, (tokens // 4, 4)) for _ in "xy"))
     run.optimizer.begin(1, 1.0)

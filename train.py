@@ -787,7 +787,17 @@ def generate(model, prompt, args, device):
 # --rule: muon, for the layers' matrices, with AdamW for embedding, classifier, norms and routers (the rows of tables
 # are tokens, which nothing should make orthogonal); adamw for all; adam-mini for all matrices but routers. Muon divides
 # by the gradient's own size and is not clipped by default. The others are, at 1: a batch of odd text can have a
-# gradient many times as long as its neighbours'.
+# gradient many times as long as its neighbours'. Who steps what:
+#
+#     --optimizer                 forge                      ordinary
+#     the layers' matrices        04, by --rule              04, by --rule; adamw: torch
+#     embedding, classifier       04, AdamW or Adam-mini     torch; adam-mini: 04
+#     norms, experts' routers     torch's AdamW              torch's AdamW
+#
+# The norm that is told, and clipped by, is of the whole gradient, which nobody has at once. 04 keeps the square of each
+# matrix's as that goes by. What is cut over processes adds its parts' squares; what all have alike counts once:
+#
+#     norm^2 = sum over processes of |forged, .grad of what is cut|^2  +  |.grad of all else|^2
 
 LAYERS, TABLES = ("qkv.weight", "proj.weight", "up.weight", "down.weight"), ("embedding.weight", "classifier")
 
@@ -1328,7 +1338,9 @@ def print_fits(args):
 # others have theirs. So a checkpoint of which step_N.pt is there is whole, whenever the power goes, unless the disk
 # loses bits: each tensor's checksum is part of torch's format, and is compared before a run goes on. The last KEEP are
 # kept. No weight or state in a checkpoint of one state (--sync none, ddp) is cut by processes: any number can go on.
-# Workers apart have a state each, and as many have to go on. GPT-2 small (65,536 classes), DiLoCo, two workers, in GB:
+# Workers apart have a state each, and as many have to go on (or none: --steps 0 takes the model that they agree on).
+# A run without --sync may go on as several workers, who then all begin with its weights. GPT-2 small with 65,536
+# classes, two workers with DiLoCo, in GB:
 #
 #                  model   momentum, moments   own weights and anchor   file
 #     first        0.7     1.1                 1.5                      3.4
@@ -1547,6 +1559,12 @@ def set_aside(out):
 #     sparse   the share of the step's losses whose gradient was sparse (03)
 #     MaxVio   of the worst layer: how much more than its even share of tokens the fullest expert got (07)
 #     sent     MB that this worker has sent so far; blocked: seconds that it waited for the others in rounds (06)
+#
+# A row of --log has the same under names that do not change, and what a line has no room for. The first row has the
+# flags; rows of validations have val_loss:
+#
+#     {"step": 20, "loss": 3.8275, "bpb": 2.761, "lr": 0.004, "grad_norm": 1.34, "tok_s": 1082130, "mfu": 0.506,
+#      "peak_mib": 17791, "seconds": 0.121, "sparse": 1.0, "why": "the forecast is within its limits", "sent": 0, ...}
 
 
 class StopSignal:
@@ -1788,7 +1806,9 @@ def resume_command(args):
 #
 # A flag that is not given is completed in this order: by the checkpoint (--resume), by the preset, by the device. What
 # belongs to one launch is not in a checkpoint; a flag beside --resume wins, unless it would change the model or the
-# optimizer's state. What cannot be is refused in one line that says what to use instead, before anything is written.
+# optimizer's state. What cannot be is refused in one line that says what to use instead, before anything is written:
+#
+#     parse():  as typed -> going_on(), by the checkpoint -> processes and device -> complete(), the rest -> refusals()
 #
 #     python train.py --gpus 2 --rule adamw       typed       checkpoint   preset, device      becomes
 #     layers                                      -           -            12 (gpt2-small)     12
