@@ -948,6 +948,8 @@ def test_train_forged_equals_ordinary(tiny, monkeypatch, flags, tolerance, twin)
 def test_train_completes_flags():
     """The optimizer is what the others allow, the outer step that of the number of rounds."""
     after = "--accum 2", "--loss reference", "--gpus 2 --sync ddp"
+    for flags, batch in {"": 8, "--accum 3": 9, "--gpus 3 --accum 2": 12}.items():  # eight, or what can be shared out
+        assert train.parse([*ON_CPU, *flags.split()]).batch == batch
     inside = "", "--clip 0.5", "--rule adamw", "--on-nan skip", "--tp 2", "--gpus 2", "--states int8 --accum 2"
     for flags in (*inside, *after):
         args = train.parse([*TINY, *ON_CPU, *flags.split()])
@@ -1230,6 +1232,7 @@ def test_train_stopped_saves_and_says_how_to_go_on(tiny, monkeypatch, capsys, nu
         with monkeypatch.context() as patch:
             patch.setattr(train.Optimizer, "begin", at_step(5, lambda: signal.raise_signal(number)))
             status = [tiny("--save-every", 2, *EXACT).status]
+            assert signal.getsignal(number) == signal.SIG_IGN  # as it was
             patch.setattr(train.Optimizer, "begin", at_step(5, lambda: signal.raise_signal(signal.SIGINT)))
             status += [tiny(out="twice").status] if number == signal.SIGINT else [130]
         monkeypatch.setattr(train, "run_rank", run_and_say)
@@ -1250,6 +1253,8 @@ def test_train_stopped_saves_and_says_how_to_go_on(tiny, monkeypatch, capsys, nu
     assert tiny.said("two").count("stopping after the next round") <= 1  # none if the round tells it first
     assert tiny(*again, step + 2, *ON_CPU, out="two").status == 2 and "use --gpus 2" in capsys.readouterr().err
     assert tiny(*again, step + 2, *TWO, out="two").status == 0
+    with pytest.raises(base.BadInput, match="use --gpus 2"):  # also where nothing is left to do
+        train.parse(tiny.argv(*again, step + 2, *ON_CPU, "--gpus", 4, out="two"))
 
 
 def test_train_damaged_checkpoint_falls_back_to_the_older(tiny, capsys):
@@ -1331,8 +1336,10 @@ def test_train_runs_in_one_directory(tiny, monkeypatch, capsys):
         assert tiny().status == 2 and "another run is writing there" in capsys.readouterr().err
         assert tiny("--dry-run", "--offload", *ON_CPU).status == 0 and theirs.exists()
     mine, theirs = raw(tiny.out / "mine.txt", b"not a checkpoint"), raw(tiny.out / "log.jsonl", b"")
-    second = tiny("--seed", 1, out="out/")
+    second = tiny("--seed", 1, "--log", tiny.folder / "out.jsonl", out="out/")
+    rows = (tiny.folder / "out.1" / "out.jsonl").read_text()
     assert "kept the earlier run" in capsys.readouterr().out and mine.exists() and not theirs.exists()
+    assert [json.loads(row) for row in rows.splitlines()] == first.rows
     assert same(tiny.ran("out.1", 0).weights, first.weights) and not same(second.weights, first.weights)
 
 
@@ -1443,8 +1450,8 @@ def test_train_samples_alone_and_tries(tiny, capsys, monkeypatch):
         texts.append(said.partition("\nsample")[2])
         assert ran.status == 0 and same(ran.weights, whole.weights) and tiny.saved() == [6]
         assert f"validation loss {whole.column('val_loss')[6]:.4f}" in said and "\nimport " in texts[-1]
-    assert texts[0] == texts[1] and tiny("--steps", 0, "--sample", "a", out="new").status == 0
-    assert "from random weights" in capsys.readouterr().out and not tiny.saved("new")
+    assert texts[0] == texts[1] and tiny("--steps", 0, "--sample", "a").status == 0
+    assert "from random weights" in capsys.readouterr().out and tiny.saved() == [6]  # nothing is moved aside
     status, said = train.main(tiny.argv("--dry-run", "--steps", 2, out="dry")), capsys.readouterr().out
     assert status == 0 and not (tiny.folder / "dry").exists() and log.read_text() == "mine"
     assert "tokens/s" in said and "2 steps in" in said and "validation loss" not in said
@@ -1549,7 +1556,8 @@ BAD_DATA = {
     "files of several kinds": lambda d: raw(raw(d / "x.txt", b"ab" * 99).with_suffix(".bin"), b"ab").with_name("x.*"),
 }
 BAD_FLAGS = {
-    "must be a multiple of 1 processes x 3": "--accum 3", "must be a multiple of 3 processes": "--gpus 3",
+    "--fit is about GPUs": "--fit 24", "must be a multiple of 1 processes x 3": "--accum 3",
+    "must be a multiple of 3 processes": "--gpus 3",
     "--seed -1: must not be negative": "--seed -1", "drop the flag": "--tokens bytes --data tokens.bin",
     "a token is outside the vocabulary of 100": "--vocab 100 --sample ~", "decoder": "--data tokens.bin --sample x",
     "dim must be a multiple of 2 * heads": "--heads 5", "--batch 0: must be at least 1": "--batch 0",
@@ -1562,7 +1570,8 @@ BAD_FLAGS = {
     "--sync streaming needs at least 3": "--sync streaming --inner-steps 2",
     "--fit -1.0: use the GiB of a card, above 0": "--fit -1", "it is for a new run": "--fit 24 --resume",
     "a process has whole heads: use --tp 2": "--tp 4", "use --vocab 258": "--tp 2 --vocab 257",
-    "a worker is 2 of them: use --gpus 4": "--tp 2 --gpus 3", "use a --dim that 256 divides": "--tp 2 --states int8",
+    "a worker is 2 of them: use --gpus 4": "--tp 2 --gpus 3",
+    "use a --dim that 256 divides": "--tp 2 --states int8 --dim 64",
     "and 2 worker(s): use --sync diloco or ddp": "--tp 2 --gpus 4 --sync none",
     "and 1 worker(s): use --sync none": "--tp 2 --sync diloco", "invalid choice": "--rule sgd",
     "must be a multiple of 3 workers": "--tp 2 --gpus 6 --sync ddp", "is of another kind": "--val tokens.bin",

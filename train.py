@@ -8,9 +8,9 @@
     python train.py --data "data/*.bin" --val val.bin --vocab 50304            your own tokens
     python train.py --dry-run --batch 64         three steps, nothing kept: does it fit, how fast, what takes room
 
-One number: GPT-2 small's shape at 65,536 tokens a step trains in 0.43 of nanoGPT's memory, 1.13 times as fast (README).
+Measured: GPT-2 small's shape at 65,536 tokens a step trains in 0.43 of nanoGPT's memory, 1.13 times as fast (README).
 
-Where to look. Seven lessons meet here, each by one call:
+Where to look. Seven lessons meet here:
 
     section 1   data: shards of tokens; a batch is a function of the step's number          01's corpus is 03's
     section 2   the step and the loop                                                       start here: train()
@@ -23,8 +23,8 @@ Where to look. Seven lessons meet here, each by one call:
     section 9   processes                                                                   05, 06
 
 To make it yours:
-    the model    01's Block and GPT, or what build() makes of make_config(): anything that maps tokens (B, T) to
-                 embeddings E (B, T, D) and has a matrix `classifier` (V, D)
+    the model    01's Block and GPT, or what build() makes of make_config(): tokens (B, T) -> E (B, T, D), a matrix
+                 `classifier` (V, D), the names of LAYERS and TABLES, .blocks, .config; section 5 counts its bytes
     the loss     loss_sum(): E and the classifier -> a sum over tokens
     the rule     rules_of(): a Rule of 04 for each matrix; schedule(): its rate
     the data     load_data(): two Tokens, a list of arrays each
@@ -80,7 +80,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 base = importlib.import_module("01_logits_memory")
 cce = importlib.import_module("02_cce_kernel")
@@ -93,20 +93,20 @@ MIB = base.MIB
 
 # Presets. lr is AdamW's peak rate, by --rule (adam-mini takes adamw's). AdamW's first steps move every element by the
 # rate. An output is a sum over as many inputs as the model is wide, so it moves by up to that many times the rate, and
-# the outputs of all layers are added up. So the rate falls at least as 1 / (width x depth): at twice this one a first
+# the outputs of all layers are added up. So beyond 1b it falls faster than 1 / (width x depth): at twice this, a first
 # step of 7b raised its loss from 11.9 to 16.5, of 30b from 12.4 to 19.2. A step of Muon moves a layer's outputs by its
 # rate, MUON_LR, whatever the width; then AdamW has embedding and classifier alone, and its rate falls as 1 / width.
-# batch None: the largest power of two, up to 64 sequences a process, whose predicted memory fits what is free.
+# Where a batch is not asked for, it is of 64 sequences a process, or half of that, ..., so that it fits; on a CPU 8.
 PRESETS = {
-    "cpu": dict(layers=4, dim=128, heads=4, seq=128, batch=8, steps=400, tokens="bytes",
+    "cpu": dict(layers=4, dim=128, heads=4, seq=128, steps=400, tokens="bytes",
                 lr=dict(adamw=3e-3, muon=3e-3)),
-    "gpt2-small": dict(layers=12, dim=768, heads=12, seq=1024, batch=None, steps=300, tokens="bigrams",
+    "gpt2-small": dict(layers=12, dim=768, heads=12, seq=1024, steps=300, tokens="bigrams",
                        lr=dict(adamw=1e-3, muon=4e-3)),
-    "1b": dict(layers=16, dim=2048, heads=16, seq=1024, batch=None, steps=300, tokens="bigrams",
+    "1b": dict(layers=16, dim=2048, heads=16, seq=1024, steps=300, tokens="bigrams",
                lr=dict(adamw=3e-4, muon=1.5e-3)),
-    "7b": dict(layers=32, dim=4096, heads=32, seq=1024, batch=None, steps=300, tokens="bigrams",
+    "7b": dict(layers=32, dim=4096, heads=32, seq=1024, steps=300, tokens="bigrams",
                lr=dict(adamw=5e-5, muon=7e-4)),
-    "30b": dict(layers=48, dim=7168, heads=56, seq=1024, batch=None, steps=300, tokens="bigrams",
+    "30b": dict(layers=48, dim=7168, heads=56, seq=1024, steps=300, tokens="bigrams",
                 lr=dict(adamw=1e-5, muon=4e-4)),
 }
 BETAS, WEIGHT_DECAY, MIN_LR = (0.9, 0.95), 0.1, 0.1  # AdamW; the cosine ends at a tenth of the peak rate
@@ -145,7 +145,7 @@ SAMPLE = dict(tokens=200, temperature=0.8, top=50)
 #     .bin, else                        uint16 from the first byte on: nanoGPT's
 #
 # A shard is never read whole, but by memory map: a window's tokens come from the disk when it is asked for. Therefore
-# what a run relies on is looked at twice: when it begins (sizes, the largest token, a hash of pieces) and before each
+# what a run relies on is looked at twice: when it begins (sizes, a hash of pieces, small shards' tokens), before each
 # step (sizes and times of change), as a file that became shorter would end the process without a word.
 
 SHARD_FORMATS = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}  # (magic, version) of llm.c's files
@@ -184,7 +184,7 @@ def open_shard(path, tokens):
 
 def check_vocabulary(tokens, vocab, name):
     """ValueError when one of these tokens is no class."""
-    top = int(tokens.max()) if len(tokens) else 0
+    top = int(tokens.max(initial=0))
     base.refuse((top >= vocab, f"{name}: token {top} is outside the vocabulary of {vocab}: pass --vocab {top + 1} or "
                  "more"))
 
@@ -327,9 +327,7 @@ def default_vocab(args):
 def encode(text, tokens):
     """str -> list of tokens. An odd number of bytes gets a newline in front, to make whole bigrams."""
     raw = text.encode(errors="surrogateescape")  # as typed, also what is no text
-    if tokens == "bigrams":
-        return np.frombuffer(b"\n" * (len(raw) % 2) + raw, "<u2").tolist()
-    return list(raw)
+    return np.frombuffer(b"\n" * (len(raw) % 2) + raw, "<u2").tolist() if tokens == "bigrams" else list(raw)
 
 
 def decode(ids, tokens):
@@ -415,7 +413,7 @@ def train(run, stop):
         vote = world.vote(loss, norm, stop)
         taken = optimizer.finish(norm, vote)
         run.feed.begin()
-        uneven = run.balance.step(taken).max() if run.balance else None  # the worst layer's MaxVio
+        uneven = run.balance.step(taken).max() if run.balance else None  # MaxVio (07), worst layer
         verdict = world.verdict(vote, step)  # the step's one wait, but for experts' exchanges
         if verdict.skipped:
             log.say(f"{verdict.what}: skipped", every_worker=bool(world.sync))
@@ -451,14 +449,13 @@ def due(step, every, last):
 
 def diverged(run, step, what):
     commit(run)
-    last = f"the last good checkpoint is step {run.saved} in {run.args.out}"
-    last = "no checkpoint yet" if run.saved is None else last
+    last = f"the last good checkpoint is step {run.saved} in {run.args.out}" if run.saved else "no checkpoint yet"
     run.log.say(f"step {step}: {what}: stopped, {last}; try a lower --lr or a --clip")
     return 1
 
 
 def finite_weights(model):
-    """The largest element is infinite or NaN if any is; isfinite() would make a copy of each matrix."""
+    """Whether all are. The largest element is infinite or NaN if any is; isfinite() would copy each matrix."""
     norms = [torch.linalg.vector_norm(p, math.inf) for p in model.parameters()]
     return bool(torch.stack([norm.float() for norm in norms]).isfinite().all())
 
@@ -510,7 +507,7 @@ def accumulate_gradients(run, step):
 FORGED = {"cce": "auto", "cce-exact": "exact"}  # losses whose classifier can be forged
 LOSSES = {name: functools.partial(filtering.linear_cross_entropy, gradient=how) for name, how in FORGED.items()}
 LOSSES["reference"] = base.linear_cross_entropy_reference
-# What the cut losses may take on a GPU beyond dE and dC. A few per cent of a step's memory; with it the gradient goes
+# What cce may take on a GPU beyond dE and dC. A few per cent of a step's memory; with it the gradient goes
 # over tokens and saves a matrix pass. On a CPU (None) their blocks are as large as its cache.
 LOSS_WORKSPACE = {"cuda": 768 * MIB, "cpu": None}
 
@@ -652,7 +649,7 @@ class World:
     def barrier(self):
         self.totals(0)
 
-    # The vote. Three numbers a process are summed; a fourth, the norm, all have already, or is their own business:
+    # The vote. Three numbers a process are summed; the norm, alike or each worker's own, rides along:
     #
     #     loss          stop      norm - norm      sum over processes:   loss / processes; anybody's wish to stop;
     #     2.31          0         0                                      0, or NaN if any gradient was not finite
@@ -699,8 +696,8 @@ class World:
             print(f"worker {self.worker} goes on for {self.seat}, from step {sync.steps}", flush=True)
             self.late = False
             return sync.steps
-        if step == self.args.start:  # the step is compiled: who was done first waits for the others here, not in the
-            blocked = sync.blocked_seconds  # first round, where it would count as blocked
+        if step == self.args.start:  # it compiled: the slowest is waited for here, uncounted
+            blocked = sync.blocked_seconds
             self.barrier()
             sync.blocked_seconds = blocked
         sync.step()
@@ -776,7 +773,7 @@ def generate(model, prompt, args, device):
 # classifier's in the loss itself. So of all matrices' gradients one is there at a time, a slab or a whole matrix. What
 # needs the whole gradient first (its norm, to clip; the sum over micro-batches; whether all of it is finite, to leave a
 # step out) makes the matrices wait: each keeps the factors of its gradient until finish(), or the gradient itself where
-# that is smaller. ordinary: after backward, from gradients that are all kept (the default with --accum in fp32, with
+# that is smaller. ordinary: after backward, from kept gradients (the default with --accum unless --states, with
 # --loss reference, and of several processes with --sync ddp, whose gradients must be summed).
 #
 #                        backward leaves           finish()
@@ -797,7 +794,7 @@ def generate(model, prompt, args, device):
 # The norm that is told, and clipped by, is of the whole gradient, which nobody has at once. 04 keeps the square of each
 # matrix's as that goes by. What is cut over processes adds its parts' squares; what all have alike counts once:
 #
-#     norm^2 = sum over processes of |forged, .grad of what is cut|^2  +  |.grad of all else|^2
+#     norm^2 = sum over parts of |forged, .grad of what is cut|^2  +  |.grad of all else|^2
 
 LAYERS, TABLES = ("qkv.weight", "proj.weight", "up.weight", "down.weight"), ("embedding.weight", "classifier")
 
@@ -831,27 +828,26 @@ class Optimizer:
     def __init__(self, model, args, group=None, origins=None):
         self.forged, self.group, model.head = None, group, None
         layers, tables, adamw = rules_of(args)
-        rules = {name: layers if name.endswith(LAYERS) else tables for name, _ in model.named_parameters()
-                 if name.endswith(LAYERS) or name in TABLES}
-        rules = {name: rule for name, rule in rules.items() if rule != adamw}
-        others = {name: model.get_parameter(name) for name in rules}
+        ruled = {name: p for name, p in model.named_parameters()  # not AdamW's
+                 if layers != adamw and name.endswith(LAYERS) or tables != adamw and name in TABLES}
+        rules = {name: layers if name.endswith(LAYERS) else tables for name in ruled}
         options = dict(rules=rules, seed=args.seed)
         if args.tp > 1:  # experts that are spread are whole
-            options |= dict(ranks={name: parallel.ranks_of(p, group) for name, p in others.items()})
+            options |= dict(ranks={name: parallel.ranks_of(p, group) for name, p in ruled.items()})
         self.inside = args.optimizer == "forge"
         if self.inside:
             self.forged = forging.forge(model, adamw, args.states, embeddings=True, classifier="classifier",
-                                        data_parallel=1, origins=origins or {}, **options)
+                                        data_parallel=1, origins=origins, **options)
             model.head = self.forged["classifier"]
             self.forged["embedding.weight"].dtype = torch.float32  # of what is looked up, also from bf16
-        elif others:
-            experts = {name: model.get_submodule(name.rpartition(".")[0]) for name in others}
+        elif ruled:
+            experts = {name: model.get_submodule(name.rpartition(".")[0]) for name in ruled}
             experts = {name: module.experts for name, module in experts.items() if hasattr(module, "experts")}
-            self.forged = forging.Forge(others, adamw, data_parallel=1, matrices=experts, **options)
+            self.forged = forging.Forge(ruled, adamw, data_parallel=1, matrices=experts, **options)
         stepped = self.forged.states if self.forged else {}
-        rest = {name: p for name, p in model.named_parameters() if name not in stepped}
-        self.parameters = list((rest if self.inside else dict(model.named_parameters())).values())  # have a .grad
-        decayed, not_decayed = ([p for p in rest.values() if (p.dim() >= 2) == wanted] for wanted in (True, False))
+        rest = [p for name, p in model.named_parameters() if name not in stepped]
+        self.parameters = rest if self.inside else list(model.parameters())  # have a .grad
+        decayed, not_decayed = ([p for p in rest if (p.dim() >= 2) == wanted] for wanted in (True, False))
         groups = [dict(params=decayed, weight_decay=args.weight_decay), dict(params=not_decayed, weight_decay=0.0)]
         self.ordinary = torch.optim.AdamW(groups, lr=args.lr, betas=BETAS, fused=True)  # one kernel, no temporaries
         self.clip, self.waits, self.device = args.clip, waits(args), next(model.parameters()).device
@@ -890,11 +886,9 @@ class Optimizer:
     def norm(self):
         """Of the whole model's gradient, fp64: what is spread counts with its other parts, all else once."""
         zero = torch.zeros((), device=self.device)  # torch's norm of nothing is on the CPU: its copy would wait
-        own, common = [zero], [zero]
-        for p in self.parameters:
-            if p.grad is not None:
-                (own if parallel.is_part(p) else common).append(p.grad)
-        own, common = (torch.nn.utils.get_total_norm(gradients).double() for gradients in (own, common))
+        had = [(p.grad, parallel.is_part(p)) for p in self.parameters if p.grad is not None]
+        own, common = (torch.nn.utils.get_total_norm([zero, *(g for g, part in had if part == cut)]).double()
+                       for cut in (True, False))
         if self.inside:  # with --tp all of these are cut
             forged = self.forged.norm() if self.waits else self.forged.gradient_norms().norm()
             own = torch.stack((own, forged)).norm()
@@ -926,7 +920,7 @@ class Optimizer:
         return self.changed(mine, functools.partial(parallel.collected, group=self.group if whole else None))
 
     def load_state_dict(self, saved, whole=True):
-        """The state of torch's AdamW follows the order of its parameters."""
+        """Of state_dict(); torch's AdamW goes by the parameters' order."""
         groups = self.ordinary.state_dict()["param_groups"]
         part = self.changed(saved, functools.partial(parallel.own_part, group=self.group if whole else None))
         self.ordinary.load_state_dict(dict(state=part["ordinary"], param_groups=groups))
@@ -937,14 +931,11 @@ class Optimizer:
 def sync_method(args):
     """06's Method, with the flags applied; None where workers do not synchronise now and then. In short runs the outer
     step is another (06's SHORT_OUTER), by the rounds that the run was started with."""
-    if args.sync not in low_comm.METHODS:
+    if not (method := low_comm.METHODS.get(args.sync)):
         return None
-    method = low_comm.METHODS[args.sync]
-    method = dataclasses.replace(method, H=args.inner_steps or method.H)
-    if args.outer:
-        lr, momentum = args.outer
-        method = dataclasses.replace(method, outer=dataclasses.replace(method.outer, lr=lr, momentum=momentum))
-    return method
+    lr, momentum = args.outer or (method.outer.lr, method.outer.momentum)
+    outer = dataclasses.replace(method.outer, lr=lr, momentum=momentum)
+    return dataclasses.replace(method, H=args.inner_steps or method.H, outer=outer)
 
 
 # ==== 4. The model: born matrix by matrix, cut, fused =================================================================
@@ -1014,11 +1005,10 @@ def build(args, device):
 
 def make_sync(run, flat, method):
     """06's Sync of this worker."""
-    args, world, several = run.args, run.world, run.world.workers > 1
-    transport = low_comm.Sim(1)
-    if several:
-        number = world.rank if world.late else None
-        transport = low_comm.Dist(run.device, PATIENCE, rank=number, group=world.replicas)
+    args, world, transport = run.args, run.world, low_comm.Sim(1)
+    if args.workers > 1:
+        rank = world.rank if world.late else None
+        transport = low_comm.Dist(run.device, PATIENCE, rank=rank, group=world.replicas)
     if run.optimizer.forged:
         states = run.optimizer.forged.states.values()
         flat.adopt((s.weight, s.tensors["master"]) for s in states if "master" in s.tensors)
@@ -1048,11 +1038,11 @@ def make_sync(run, flat, method):
 # Activations are counted in 01 (18 D elements a token and layer), what lean() makes again in 05 (8 of them), experts in
 # 07, the loss in 02 and 03. What is particular to this program is written here. On a GPU predictions are within 5 %.
 #
-# GPT-2 small by default, 64 sequences of 1,024 (N = 65,536 tokens), D = 768, 12 layers, V = 50,304; in MiB:
+# GPT-2 small with --vocab 50304, 64 sequences of 1,024 (N = 65,536 tokens), D = 768, 12 layers; in MiB:
 #
 #     parameters       619    162 M in fp32: 85 M of the layers, 2 V D of embedding and classifier
 #     optimizer        914    Muon 4 bytes for each of the layers' (324), AdamW 8 for each of the tables' (590)
-#     activations   14,148    a token and layer: 10 D elements of 2 bytes (11,520), the stream in 4 (2,304); E (288)
+#     activations   14,148    a token and layer: 10 D elements of 2 bytes (11,520), 2 of them in 4 (2,304); E (288)
 #     loss             938    dE (96), a workspace of 768, bf16's copy of the classifier (74)
 #     slab              32    the one gradient of a matrix that is there at a time
 #     layer again      768    an MLP's activation, made again in backward, and its gradient
@@ -1084,7 +1074,7 @@ def matrix_elements(config, tp=1):
     return sum(s.M * s.K * s.count for s in layer_shapes(config, tp))
 
 
-def cut_dtype(args):
+def product_dtype(args):
     return torch.bfloat16 if args.dtype == "bf16" else torch.float32
 
 
@@ -1099,14 +1089,14 @@ def loss_plan(N, config, args, device):
     kernels, orders = has_kernels(device), ["vocabulary"]
     if args.optimizer == "ordinary":  # 04's makes a slice of dC at a time
         orders = ["kept"] * kernels + ["tokens"] * (args.tp == 1) + orders
-    return cce.gradient_plan(N, config.vocab // args.tp, config.dim, device, cut_dtype(args),
+    return cce.gradient_plan(N, config.vocab // args.tp, config.dim, device, product_dtype(args),
                              LOSS_WORKSPACE[device.type], orders=orders, kernels=kernels)
 
 
 def kept_bytes(config, tokens, args):
     """Of what forged weights hold until all of a step's tokens were seen. A matrix: the factors of its gradient, or the
     gradient, the smaller; the embedding: rows of its gradient, and where they belong, or all of it."""
-    size, VD = cut_dtype(args).itemsize, config.vocab // args.tp * config.dim
+    size, VD = product_dtype(args).itemsize, config.vocab // args.tp * config.dim
     layers = sum(min(forging.stash_bytes([(s.M, s.K)], tokens * s.met, size), 4 * s.M * s.K * s.count)
                  for s in layer_shapes(config, args.tp))
     rows = 4 * tokens * config.dim + 4 * tokens + 4 * args.accum * (config.vocab + 1)
@@ -1116,7 +1106,8 @@ def kept_bytes(config, tokens, args):
 def held_for_classifier(config, tokens, args):
     """Bytes of what a forged classifier holds until all of a step's tokens were seen: its gradient in fp32; or E and
     targets, if those are enough smaller."""
-    gradient, factors = 4 * config.vocab // args.tp * config.dim, (cut_dtype(args).itemsize * config.dim + 20) * tokens
+    gradient = 4 * config.vocab // args.tp * config.dim
+    factors = (product_dtype(args).itemsize * config.dim + 20) * tokens
     return factors if forging.CLASSIFIER_PRICE * factors <= gradient else gradient
 
 
@@ -1158,12 +1149,11 @@ def muon_bytes(shape, plan, device, tp):
 
 def loss_bytes(config, N, args, device):
     """Of the loss and its backward pass: dE and (unless forged) dC, what 02 takes beyond, copies of E and C in bf16."""
-    V, D, dtype, inside = config.vocab // args.tp, config.dim, cut_dtype(args), args.optimizer == "forge"
+    V, D, dtype, inside = config.vocab // args.tp, config.dim, product_dtype(args), args.optimizer == "forge"
     if args.loss == "reference":
         return base.materialised_bytes(N, V)
-    held = held_for_classifier(config, N, args) if waits(args) and args.accum == 1 else 0
-    held = held if held == 4 * V * D else 0  # dC in fp32, if 04 keeps that; with --accum it is there before
-    results = dtype.itemsize * (N + (0 if inside else V)) * D + held
+    held = waits(args) and args.accum == 1 and held_for_classifier(config, N, args) == 4 * V * D  # by 04: dC in fp32
+    results = dtype.itemsize * (N + (0 if inside else V)) * D + 4 * V * D * held  # (with --accum it is there before)
     copied = (0 if args.compile else N) + (V if not inside or forging.LAYOUTS[args.states].weight.itemsize == 4 else 0)
     copies = 2 * copied * D if args.dtype == "bf16" else 0
     return results + loss_plan(N, config, args, device).beyond + copies  # a fresh model begins with the exact gradient
@@ -1171,7 +1161,7 @@ def loss_bytes(config, N, args, device):
 
 def activation_bytes(config, N, args, device):
     """(activations of N tokens, what is there besides while one layer runs backward)."""
-    D, L, tp, autocast, size = config.dim, config.layers, args.tp, args.dtype == "bf16", cut_dtype(args).itemsize
+    D, L, tp, autocast, size = config.dim, config.layers, args.tp, args.dtype == "bf16", product_dtype(args).itemsize
     leaned = args.compile and not (args.recompute or args.offload)
     # Autocast keeps a 16-bit copy of each weight from forward to backward. Of forged ones, and of the matrix after an
     # activation that lean() makes again, it is made twice instead: so many of a layer's 12 D^2 elements, of 2 bytes.
@@ -1236,7 +1226,7 @@ def largest_batch(config, args, device, room):
 
 
 def choose_batch(config, world, args, device):
-    """--batch, if it was not given: with --fit what fits; on a GPU, for each process a power of two, at most 64, whose
+    """--batch, if it was not given: with --fit what fits; on a GPU 64 for each process, or half of that, ..., so that
     micro-batches fit. Then whether there are CUDA graphs. ValueError if what was given cannot fit, or be shared out."""
     memory = base.free_memory(device)
     if args.batch is None and args.fit is not None:
@@ -1244,11 +1234,10 @@ def choose_batch(config, world, args, device):
         base.refuse((not each, f"--fit {args.fit:g}: one sequence takes more: see --fit without --dry-run for flags"))
         args.batch = each * args.accum * args.workers
     elif args.batch is None:
-        each = 64
-        while each > args.accum and (
-            predict_memory(config, each // args.accum, args, device, world.size)[1] > 0.85 * memory):
-            each //= 2
-        args.batch = world.smallest(each) * args.workers
+        micro = max(1, 64 // args.accum)
+        while micro > 1 and predict_memory(config, micro, args, device, world.size)[1] > 0.85 * memory:
+            micro //= 2
+        args.batch = world.smallest(micro) * args.accum * args.workers
     check_batch(args)
     peak = predict_memory(config, micro_batch(args), args, device, world.size)[1]
     base.refuse((peak > 1.05 * memory, f"--batch {args.batch}: takes {peak / MIB:,.0f} MiB, {memory / MIB:,.0f} are "
@@ -1426,8 +1415,7 @@ def content(run, step):
     state["optimizer"] = run.optimizer.state_dict(whole=not world.sync)
     if world.sync:
         state["sync"] = world.sync.state_dict()
-    to_host = lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf  # noqa: E731
-    return tree_map(to_host, state) if world.is_main or world.sync else None
+    return tree_map_only(torch.Tensor, torch.Tensor.cpu, state) if world.is_main or world.sync else None
 
 
 def commit(run, wait=True):
@@ -1436,8 +1424,7 @@ def commit(run, wait=True):
     pending, world, args = run.pending, run.world, run.args
     if pending is None:
         return
-    writing = pending.writing and not pending.writing.done()
-    if not wait and world.totals(bool(writing))[0]:
+    if not wait and world.totals(bool(pending.writing and not pending.writing.done()))[0]:
         return
     run.pending = None
     try:
@@ -1532,14 +1519,15 @@ def locked(out):
         yield
 
 
-def set_aside(out):
-    """A fresh run into a directory that holds checkpoints moves them away first: nothing is lost."""
+def set_aside(out, log):
+    """A fresh run into a directory that holds checkpoints moves them and their log away first: nothing is lost."""
     if checkpoint_files(out):
         home = Path(out).resolve()
         aside = next(p for i in itertools.count(1) if not (p := home.with_name(f"{home.name}.{i}")).exists())
         aside.mkdir()
-        for file in [*home.glob("step_*"), *home.glob("*.jsonl")]:
-            file.rename(aside / file.name)
+        logs = {*home.glob("*.jsonl"), *([Path(log).resolve()] if log and Path(log).exists() else [])}
+        for file in [*home.glob("step_*"), *logs]:
+            shutil.move(file, aside / file.name)
         size = sum(file.stat().st_size for file in aside.iterdir()) / MIB
         print(f"kept the earlier run of {out} in {aside.name} ({size:.0f} MiB; delete it when you do not need it)")
 
@@ -1568,7 +1556,7 @@ def set_aside(out):
 
 
 class StopSignal:
-    """Inside the block, Ctrl-C or SIGTERM asks for an end after the current step; a second Ctrl-C ends at once."""
+    """Inside the block, Ctrl-C or SIGTERM asks for an end after the current step. Ctrl-C, twice: at once."""
 
     def __enter__(self):
         self.number = 0
@@ -1593,7 +1581,7 @@ def rows_to_keep(args):
     for row in path.read_text().splitlines(True) if path.exists() else ():
         torn = not row.endswith("\n")
         try:
-            if torn and kept or json.loads(row)["step"] > args.start or torn or not args.resume:
+            if torn and kept or (json.loads(row)["step"] > args.start or not args.resume) and args.steps or torn:
                 break
         except (ValueError, KeyError, TypeError):
             raise base.BadInput(f"--log {path}: holds other rows than this program's: name another") from None
@@ -1608,7 +1596,7 @@ class Log:
         self.run, self.args, self.world, self.file = run, run.args, run.world, None
         size = run.data.bytes_per_token
         self.bits = None if size is None else 1 / (math.log(2) * size)  # bits a byte that a nat a token is
-        self.peak_flops = base.peak_flops(run.device, cut_dtype(run.args))
+        self.peak_flops = base.peak_flops(run.device, product_dtype(run.args))
         self.seconds, self.told = [], set()  # of each step; decisions of the loss that have been reported
         self.before = (0, 0)  # calls and sparse ones of the loss, before this step
 
@@ -1616,12 +1604,12 @@ class Log:
         """The file of --log, refused before an earlier run is moved aside; and what a reader wants to know first."""
         args, main = self.args, self.world.is_main
         rows = rows_to_keep(args) if args.log and main else ()
-        if args.start == 0 and main and not args.dry_run:
-            set_aside(args.out)
+        if args.start == 0 and args.steps and main and not args.dry_run:
+            set_aside(args.out, args.log)
         if args.log and main:
             path = Path(args.log)
             path.parent.mkdir(parents=True, exist_ok=True)
-            self.file = path.open("a")
+            self.file = path.open("a", newline="\n")
             self.file.truncate(len("".join(rows).encode()))  # what is kept is the file's beginning
         for text in describe_run(self.run):
             self.say(text)
@@ -1631,7 +1619,7 @@ class Log:
 
     def row(self, **values):
         if self.args.log and self.world.is_main and not self.file:  # the first worker was lost: go on for it
-            self.file = Path(self.args.log).open("a")
+            self.file = Path(self.args.log).open("a", newline="\n")
         if self.file:
             self.file.write(json.dumps({k: v for k, v in values.items() if v is not None}) + "\n")
             self.file.flush()
@@ -1651,7 +1639,7 @@ class Log:
         return tok_s, None if self.peak_flops is None else flops / (self.peak_flops * self.world.size)
 
     def step(self, done, verdict, share, uneven, seconds):
-        """Row of a step that has ended, and sometimes a line, of the mean speed since the last one."""
+        """Row of a step that has ended, and sometimes a line, with the mean speed of up to ten steps."""
         self.seconds.append(seconds)
         sync, stats, lr, steps = self.world.sync, self.run.stats, self.args.lr * share, self.args.steps
         calls, sparse = stats.calls - self.before[0], stats.sparse - self.before[1]
@@ -1672,7 +1660,7 @@ class Log:
             words = [f"step {done}/{steps}  loss {verdict.loss:.4f}",
                      "" if self.bits is None else f"bpb {self.per_byte(verdict.loss):.3f}",
                      f"lr {lr:.2e}  norm {verdict.norm:.2f}  {tok_s:,.0f} tok/s",
-                     "" if mfu is None else f"mfu {mfu:.1%}", f"peak {peak:,.0f} MiB",
+                     "" if mfu is None else f"mfu {mfu:.1%}", "" if math.isnan(peak) else f"peak {peak:,.0f} MiB",
                      "" if sparse is None else f"sparse {sparse:.0%}", "" if uneven is None else f"MaxVio {uneven:.2f}",
                      f"sent {sync.bytes_sent / 1e6:,.2f} MB  blocked {sync.blocked_seconds:.2f} s" if sync else "",
                      f"eta {eta // 60}:{eta % 60:02d}"]
@@ -1723,8 +1711,9 @@ def describe_run(run):
         where = f"spread over {world.size} processes by {args.ep_policy}" if args.ep_policy else "all in each process"
         yield (f"        {args.moe} experts of width {config.width()} a layer, {where}; a token meets {args.top_k}; "
                f"balance: {args.balance}")
-    plan, how = loss_plan(micro * args.seq, config, args, run.device), "materialised logits"
+    how = "materialised logits"
     if args.loss != "reference":
+        plan = loss_plan(micro * args.seq, config, args, run.device)
         how = "Triton kernels" if has_kernels(run.device) else "blocked PyTorch"
         how += "" if base.HAS_TRITON else ": Triton is not installed"
         how += f"; exact gradient: {plan.order}, {plan.passes} matrix passes, blocks of {plan.block}"
@@ -1824,31 +1813,31 @@ def resume_command(args):
 # A new flag is a row in FLAGS. If it must not change within a run, its name goes into FIXED; if it is about where and
 # how to run, not what is trained, into LAUNCH. What it cannot be combined with is a yield in refusals().
 
-whole, number, choices = dict(type=int), dict(type=float), lambda *names: dict(choices=names)  # noqa: E731
+INT, FLOAT, choices = dict(type=int), dict(type=float), lambda *names: dict(choices=names)  # noqa: E731
 FLAGS = {
     "model": {
         "preset": (choices(*PRESETS), "model and schedule (gpt2-small on a GPU, else cpu)"),
-        "layers": (whole, "from the preset"), "dim": (whole, "width, from the preset"),
-        "heads": (whole, "from the preset"), "seq": (whole, "tokens of a sequence, from the preset"),
-        "vocab": (whole, "classes (from the data)"),
-        "moe": (whole, "experts in place of each MLP, 07 (0: none)"),
-        "top_k": (whole, "experts that a token goes to (2)")},
+        "layers": (INT, "from the preset"), "dim": (INT, "width, from the preset"),
+        "heads": (INT, "from the preset"), "seq": (INT, "tokens of a sequence, from the preset"),
+        "vocab": (INT, "classes (from the data)"),
+        "moe": (INT, "experts in place of each MLP, 07 (0: none)"),
+        "top_k": (INT, "experts that a token goes to (2)")},
     "data": {
         "data": ({}, "file or quoted glob of .txt or .bin shards (Python source on this machine)"),
         "val": ({}, "the same for validation (the last 1%% of --data)"),
         "tokens": (choices("bytes", "bigrams"), "what a token of text is (from the preset)")},
     "optimisation": {
-        "steps": (whole, "from the preset; 0: only validate, and sample"),
-        "batch": (whole, "sequences a step, over all processes and micro-batches (from the preset, or what fits)"),
-        "accum": (whole | dict(default=1), "micro-batches a step (1)"),
-        "lr": (number, "AdamW's peak rate (from the preset)"),
-        "warmup": (whole, "steps until the peak rates (20; 50 without Muon)"),
-        "weight_decay": (number | dict(default=WEIGHT_DECAY), f"of matrices ({WEIGHT_DECAY}; of Muon's a twentieth)"),
+        "steps": (INT, "from the preset; 0: only validate, and sample"),
+        "batch": (INT, "sequences a step, over all processes and micro-batches (from the preset, or what fits)"),
+        "accum": (INT | dict(default=1), "micro-batches a step (1)"),
+        "lr": (FLOAT, "AdamW's peak rate (from the preset)"),
+        "warmup": (INT, "steps until the peak rates (20; 50 without Muon)"),
+        "weight_decay": (FLOAT | dict(default=WEIGHT_DECAY), f"of matrices ({WEIGHT_DECAY}; of Muon's a twentieth)"),
         "rule": (choices("muon", "adam-mini", "adamw"), "Muon for the layers' matrices, AdamW for the rest; Adam-mini; "
                  "AdamW for all (muon)"),
         "optimizer": (choices("forge", "ordinary"), "when matrices move: inside backward, 04; after it (forge; "
-                      "ordinary with --accum, or --sync ddp of several)"),
-        "clip": (number, "largest gradient norm; 0: do not clip, and move inside backward (0; 1 without Muon)"),
+                      "ordinary with --accum unless --states, --loss reference, --sync ddp)"),
+        "clip": (FLOAT, "largest gradient norm; 0: do not clip, and move inside backward (0; 1 without Muon)"),
         "states": (choices(*forging.LAYOUTS), "forged weights and moments: fp32; bf16 with fp32 master; int8 moments"),
         "loss": (choices(*LOSSES), "gradient sparse while that is close, else exact; exact; through logits"),
         "balance": (choices(*mixture.Balance.KINDS), "of experts: loss of the global batch, of each micro-batch, a "
@@ -1856,11 +1845,11 @@ FLAGS = {
         "on_nan": (choices("stop", "skip") | dict(default="stop"), f"end the run, or leave up to {SKIPS} steps in a "
                    "row out, at a loss or gradient that is not finite (stop)")},
     "several processes": {
-        "gpus": (whole, "processes on this machine, one a GPU (1); under torchrun that says how many"),
+        "gpus": (INT, "processes on this machine, one a GPU (1); under torchrun that says how many"),
         "sync": (choices("none", "ddp", *low_comm.METHODS), "nothing; gradients summed each step; weights by 06's "
                  "methods (diloco)"),
-        "inner_steps": (whole, "H, steps that workers take alone between rounds (from --sync)"),
-        "tp": (whole | dict(default=1), "neighbouring processes that share a worker's matrices, 05 (1)"),
+        "inner_steps": (INT, "H, steps that workers take alone between rounds (from --sync)"),
+        "tp": (INT | dict(default=1), "neighbouring processes that share a worker's matrices, 05 (1)"),
         "ep_policy": (choices(*mixture.POLICIES), "of experts that --sync ddp spreads: fixed, or least loaded (ep)")},
     "run": {
         "device": (choices("cuda", "cpu"), "cuda where there is a GPU"),
@@ -1870,14 +1859,14 @@ FLAGS = {
         "recompute": (dict(action="store_true"), "keep each layer's input only, and run it again in backward, 05"),
         "offload": (dict(action="store_true"), "keep what backward needs in host memory, or (CPU) in files, 05"),
         "deterministic": (dict(action="store_true"), "bitwise repeatable on a GPU, slower"),
-        "seed": (whole | dict(default=0), "of weights, order of data and sample (0)"),
+        "seed": (INT | dict(default=0), "of weights, order of data and sample (0)"),
         "out": (dict(default="out"), "directory of checkpoints (out)"),
         "resume": (dict(action="store_true"), "go on from the newest whole checkpoint in --out"),
-        "save_every": (whole | dict(default=100), "steps between checkpoints; 0: at the end only (100)"),
-        "eval_every": (whole | dict(default=0), "steps between validations; 0: first and last only (0)"),
+        "save_every": (INT | dict(default=100), "steps between checkpoints; 0: at the end only (100)"),
+        "eval_every": (INT | dict(default=0), "steps between validations; 0: first and last only (0)"),
         "log": ({}, "file of JSON lines, one object a step and a validation"),
         "dry_run": (dict(action="store_true"), "3 steps (or --steps), nothing written; then memory by category"),
-        "fit": (number, "print what a card of so many GiB can train, and how; with --dry-run: in no more memory"),
+        "fit": (FLOAT, "print what a card of so many GiB can train, and how; with --dry-run: in no more memory"),
         "sample": ({}, "prompt to go on from at the end (text only; 'def ')")},
 }
 LAUNCH = {"resume", "dry_run", "out", "sample", "gpus", "tp", "compile", "recompute", "offload", "fit", "ep_policy",
@@ -1915,7 +1904,7 @@ def parse(argv):
     asked, record = make_parser().parse_args(argv), {}
     args = argparse.Namespace(**vars(asked))
     args.start, args.checkpoint, args.data_digest, args.outer, args.going_on = 0, None, None, None, False
-    if args.resume and not (args.fit is not None and not args.dry_run):
+    if args.resume and not only_planned(args):
         args, record = going_on(asked, argv)
     args.argv = sys.argv[1:] if argv is None else list(argv)
     args.torchrun = "TORCHELASTIC_RUN_ID" in os.environ or ("RANK" in os.environ and "WORLD_SIZE" in os.environ)
@@ -1955,7 +1944,7 @@ def going_on(asked, argv):
         if not (alone and name in ("sync", "inner_steps")):
             base.refuse((wish not in (None, has), f"{flag(name)} {wish}: the checkpoint has {has}: drop the flag, or "
                          "use another --out"))
-    return args, {name: saved[name] for name in ("flags", "step", "workers", "tp")}
+    return args, saved
 
 
 def complete(args):
@@ -1965,20 +1954,20 @@ def complete(args):
     for name, value in PRESETS[args.preset].items():
         if getattr(args, name) is None:
             setattr(args, name, value["muon" if args.rule == "muon" else "adamw"] if name == "lr" else value)
-    args.batch = 8 if args.batch is None and args.device == "cpu" and args.fit is None else args.batch
+    if args.batch is None and args.device == "cpu" and args.fit is None:  # eight, or what can be shared out
+        unit = max(1, args.workers * args.accum)
+        args.batch = -(-8 // unit) * unit
     args.warmup = WARMUP[args.rule] if args.warmup is None else args.warmup
     args.clip = float(args.rule != "muon") if args.clip is None else args.clip
     args.vocab = default_vocab(args) if args.vocab is None else args.vocab
     args.data, args.val = (pattern and os.path.abspath(pattern) for pattern in (args.data, args.val))
     args.sample = "def " if args.sample is None and has_text(args) else args.sample
-    several = args.workers > 1
+    device, several = torch.device(args.device), args.workers > 1
     args.sync = args.sync or ("diloco" if several else "none")
     args.dtype = args.dtype or ("bf16" if args.device == "cuda" and has_bf16(args) else "fp32")
-    if args.compile is None:
-        args.compile = has_kernels(torch.device(args.device))
+    args.compile = has_kernels(device) if args.compile is None else args.compile
     if args.loss is None:  # the sparse gradient's kernels need Hopper; elsewhere there is nothing to decide
-        device, present = torch.device(args.device), torch.cuda.is_available()
-        hopper = has_kernels(device) and (not present or cce.is_hopper(device))
+        hopper = has_kernels(device) and (not torch.cuda.is_available() or cce.is_hopper(device))
         args.loss = "cce" if hopper and args.tp == 1 and args.dtype == "bf16" and args.dim % 8 == 0 else "cce-exact"
     if args.moe:
         args.top_k, args.balance = args.top_k or min(2, args.moe), args.balance or "global"
@@ -2019,6 +2008,7 @@ def refusals(args, asked, record, local):
     yield args.dim % (2 * args.heads), (f"--dim {args.dim} --heads {args.heads}: dim must be a multiple of 2 * heads")
     yield args.fit is not None and not 0 < args.fit < 2**20, f"--fit {args.fit}: use the GiB of a card, above 0"
     yield only_planned(args) and args.resume, "--fit with --resume: it is for a new run: drop one of them"
+    yield only_planned(args) and asked.device == "cpu", "--fit is about GPUs: drop --device cpu, or add --dry-run"
     yield args.dry_run and asked.steps == 0, "--dry-run --steps 0: there would be nothing to see: use at least one step"
     yield args.val and not args.data, "--val: goes with --data: the embedded corpus has its own validation files"
     yield asked.tokens and not text, (f"--tokens {asked.tokens}: says how text is cut, but {args.data} holds tokens: "
@@ -2071,7 +2061,7 @@ def refused_workers(args, record, workers, local):
         there, here = (f"{n // k} worker(s)" + f" of {k} processes each" * (k > 1)
                        for n, k in ((saved, tp), (args.processes, K)))
         flags = f"--gpus {saved}" + f" --tp {tp}" * (tp > 1 or K > 1)
-        idle = not args.steps or args.steps <= record["step"] and tp == K
+        idle = not args.steps or args.steps <= record["step"] and tp == K and args.processes <= saved
         yield (saved, tp) != (args.processes, K) and not idle, (
             f"the checkpoint is of {there} that train apart (--sync {sync}), this launch has {here}: use {flags} (or "
             "as many processes under torchrun)")
@@ -2097,7 +2087,7 @@ def refused_workers(args, record, workers, local):
 
 # ==== 9. Processes ====================================================================================================
 #
-#     python train.py             this process                                    launch -> process
+#     python train.py             this process                                    launch -> start -> process
 #     python train.py --gpus 2    two of its own (05's spawn), which it watches   launch -> start -> run_rank -> process
 #     torchrun ... -- train.py    torchrun's: each is launched by itself          launch -> start -> run_rank -> process
 #
@@ -2121,20 +2111,20 @@ def process(args):
     """One process, from the first line to the last; returns its exit status."""
     device = torch.device(args.device, int(os.environ.get("LOCAL_RANK", 0)) if args.device == "cuda" else None)
     with limited(args, device):
-        it, status = build(args, device), 0
-        it.data = load_data(args)
-        it.feed, it.log = Feed(it), Log(it)
-        it.log.begin()
+        run, status = build(args, device), 0
+        run.data = load_data(args)
+        run.feed, run.log = Feed(run), Log(run)
+        run.log.begin()
         if args.steps:
-            with StopSignal() as stop, scratch(it):
-                status = train(it, stop)
+            with StopSignal() as stop, scratch(run):
+                status = train(run, stop)
         else:
-            validation(it, args.start)
+            validation(run, args.start)
         if status == 0 and args.sample and not args.dry_run:
-            write_sample(it)
-        it.world.barrier()
-        if it.world.sync:
-            it.world.sync.transport.close()
+            write_sample(run)
+        run.world.barrier()
+        if run.world.sync:
+            run.world.sync.transport.close()
     return status
 
 
