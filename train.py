@@ -472,6 +472,14 @@ def schedule(step, args):
     return MIN_LR + (1 - MIN_LR) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
+# Sums, not means. The loss of a part is a sum over its tokens, over the number of tokens of the whole step. So parts of
+# any size add up to the gradient of the step's mean loss. 8 sequences of 128, in
+#
+#     one process, --accum 2         sum of 512 / 1024, then sum of 512 / 1024 onto it
+#     two processes, --sync ddp      the same two, added by an all-reduce
+#     two workers apart              sum of 512 / 512 in each: two steps, of half the tokens each
+
+
 def accumulate_gradients(run, step):
     """Backward passes of all micro-batches of a step: forged weights move (or keep what their gradient is made of), the
     others get .grad, the gradient of the mean loss over the step's tokens, with --sync ddp summed over processes.
@@ -720,7 +728,8 @@ class World:
 
 @torch.no_grad()
 def validation(run, step):
-    """Mean loss over a fixed set, the first windows of the validation part, which is shared out; reported."""
+    """Mean loss over a fixed set, the first windows of the validation part, which is shared out; reported. Of seven,
+    two workers take 0 2 4 6 and 1 3 5, at most a micro-batch at a time; sums and counts are added: each counts once."""
     args, world, data = run.args, run.world, run.data
     count = min(len(data.val), max(1, VALIDATED[run.device.type] // args.seq))
     if args.ep_policy:  # all processes have to come to each exchange, with as many windows
@@ -930,7 +939,8 @@ class Optimizer:
 
 def sync_method(args):
     """06's Method, with the flags applied; None where workers do not synchronise now and then. In short runs the outer
-    step is another (06's SHORT_OUTER), by the rounds that the run was started with."""
+    step is another (06's SHORT_OUTER), by the rounds that the run was started with: DiLoCo's rate and momentum are 1, 0
+    (the workers' mean) below 15 rounds, 0.9, 0.5 below 200, else the paper's."""
     if not (method := low_comm.METHODS.get(args.sync)):
         return None
     lr, momentum = args.outer or (method.outer.lr, method.outer.momentum)
@@ -1093,6 +1103,15 @@ def loss_plan(N, config, args, device):
                              LOSS_WORKSPACE[device.type], orders=orders, kernels=kernels)
 
 
+# What waits. The gradient of a matrix, dW (M, K) = dY^T X over N tokens, is M K elements of 4 bytes, or as its factors
+# N (M + K) of 2. For GPT-2 small's `up`, 3,072 x 768:
+#
+#     N           128       1,229      65,536
+#     factors     0.9       9          480          MiB
+#     gradient    9         9          9            so a step that trains keeps gradients, one that tunes on a few
+#                                                   sequences factors
+
+
 def kept_bytes(config, tokens, args):
     """Of what forged weights hold until all of a step's tokens were seen. A matrix: the factors of its gradient, or the
     gradient, the smaller; the embedding: rows of its gradient, and where they belong, or all of it."""
@@ -1209,6 +1228,14 @@ def predict_memory(config, batch, args, device, processes=1):
     return parts, parameters + states + parts.get("sync", 0) + max(early, late)
 
 
+# How full may it be? Predictions are within 5 %, and not all memory is for tensors. What is decided by the peak:
+#
+#     a batch that was not asked for     0.85 of what is free: libraries and compilers want some, too
+#     a batch that was asked for         1.05: beyond that it cannot be right, and is refused
+#     the batch for a card, --fit        0.98 of its room for tensors, in which the rest is left out already
+#     CUDA graphs                        0.9: they reserve memory in whole segments, of which they use nearly all
+
+
 def room_of(gib):
     """Bytes for tensors on a card of so many GiB: the rest is CUDA's, its libraries' and lies between tensors."""
     return (gib - min(1.0, gib / 16)) * 2**30
@@ -1276,7 +1303,12 @@ def limited(args, device):
 
 # For --fit, from the most comfortable to the least. Muon is the better rule where a step has tokens enough to pay for
 # its products: of 7b they are as many FLOPs as 15,000 tokens', whatever the batch. Below some 65,000 take Adam-mini,
-# which makes none, and needs no whole gradient of a matrix (unless it is clipped).
+# which makes none, and needs no whole gradient of a matrix (unless it is clipped). Of the table for 24 GiB:
+#
+#     preset       parameters  flags                                                          batch  peak MiB
+#     7b               6.98 B  --states int8                                                   none    24,415
+#     7b               6.98 B  --states int8 --rule adam-mini --clip 0                         none    23,455
+#     7b               6.98 B  --states int8 --rule adam-mini --clip 0 --recompute                4    23,060
 SMALLEST = "--states int8 --rule adam-mini --clip 0"
 FRUGAL = "", "--states int8", SMALLEST, f"{SMALLEST} --recompute", f"{SMALLEST} --recompute --offload"
 
@@ -1458,6 +1490,12 @@ def drop_old_ones(out, newest):
             file.unlink(missing_ok=True)
 
 
+# A torn one is passed over, not an end: of
+#
+#     out/   step_00000300.pt   cut short by a full disk, or a byte is another   "damaged: trying the one before it"
+#            step_00000200.pt   whole                                            the run goes on from here, and to 300
+
+
 def find_checkpoint(out):
     """(content, path) of the newest checkpoint in DIR that is whole; a line for each damaged one."""
     files = checkpoint_files(out)
@@ -1553,6 +1591,13 @@ def set_aside(out, log):
 #
 #     {"step": 20, "loss": 3.8275, "bpb": 2.761, "lr": 0.004, "grad_norm": 1.34, "tok_s": 1082130, "mfu": 0.506,
 #      "peak_mib": 17791, "seconds": 0.121, "sparse": 1.0, "why": "the forecast is within its limits", "sent": 0, ...}
+
+
+# Who hears of a wish to stop, and when all of them have ended:
+#
+#     one process                    itself                                         after its step
+#     several, none or ddp           Ctrl-C all, SIGTERM the parent (05 passes      after the step whose vote has it
+#     workers apart                  it on): whoever hears tells the others         after the next round
 
 
 class StopSignal:
@@ -1991,6 +2036,10 @@ def only_planned(args):
     return args.fit is not None and not args.dry_run
 
 
+# Refusals: generators of (whether it is wrong, what to say), in an order in which a later one may rely on all before
+# it. What to say names the flag as it is typed, and what to use in its place.
+
+
 def refusals(args, asked, record, local):
     """(wrong, text) of everything that cannot be. asked: flags as typed; record: of the checkpoint."""
     text, moe, sync, given = has_text(args), args.moe, args.sync, args.processes
@@ -2171,9 +2220,18 @@ def run_rank(args):
         sys.exit(status)
 
 
+# Errors, by who can mend them:
+#
+#     BadInput, OSError           the user: one line, status 2
+#     out of memory               the user: one line, with flags that need less
+#     Missed                      nobody: the others went on without this worker, which came too late. It ends itself by
+#                                 SIGKILL, as only a process that a signal ended is replaced
+#     gloo's, NCCL's              whoever was lost says why; this process ends a little later (run_rank)
+#     any other                   the programmer: its traceback
+
+
 def guarded(function, *args):
-    """function(*args), with the errors that a user can mend as one line and status 2. Others keep their traceback. A
-    worker that the others gave up ends itself by SIGKILL, as start() replaces only processes that a signal ended."""
+    """function(*args), with its errors as above."""
     try:
         return function(*args)
     except low_comm.Missed as error:
