@@ -787,7 +787,7 @@ class Zero:
         return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
-def check_replicas(parameters, group=None):
+def require_same_replicas(parameters, group=None):
     """ConnectionError unless these are the same in all ranks, bit for bit. Under plain data parallelism each rank makes
     every step for itself, and one that computes wrongly would go its own way, unseen."""
     total = 0

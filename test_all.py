@@ -163,11 +163,11 @@ JOBS = {"test_stage_runs": lambda stage: python(f"{stage}.py"), "test_planted_bu
 def beside(request, tmp_path_factory):
     """place(test): the file where its job's outcome is, or will be. The tests mostly keep one core busy; beside them
     two jobs run at a time, whose processes often wait. Each worker of pytest-xdist has all tests in its session, of
-    which it runs some: the first one has the jobs of all."""
+    which it runs some: the first one has the jobs of all, one at a time."""
     worker, folder = os.environ.get("PYTEST_XDIST_WORKER"), tmp_path_factory.getbasetemp()
     folder = folder.parent if worker else folder
     place = lambda item: folder / re.sub(r"\W", "_", item.name)  # noqa: E731
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+    with concurrent.futures.ThreadPoolExecutor(1 if worker else 2) as pool:
         for item in request.session.items if worker in (None, "gw0") else ():
             if item.originalname in JOBS:
                 pool.submit(work, item, place(item))
@@ -333,11 +333,11 @@ def test_on_more_shapes_and_seeds(check, options):
     base.call_check(functools.partial(check, **options), DEVICE)
 
 
-@pytest.mark.parametrize("stage, ranks, errors", [
-    ("05_parallelism", 3, 6), ("05_parallelism", 4, 7), ("07_moe_balance", 4, 3)])
-def test_on_more_ranks(stage, ranks, errors):
-    """Three, where nothing is a power of two; four: in 05 also data or context with tensor parallelism, two by two."""
-    found = parallel.in_ranks("all_checks", ranks, stage=vars(STAGES[stage]))
+@pytest.mark.parametrize("stage, ranks, only, errors", [
+    ("05_parallelism", 3, None, 6), ("05_parallelism", 4, "mesh", 1), ("07_moe_balance", 4, None, 3)])
+def test_on_more_ranks(stage, ranks, only, errors):
+    """Three, where nothing is a power of two; four: data or context with tensor parallelism, two by two."""
+    found = parallel.in_ranks("all_checks", ranks, only, stage=vars(STAGES[stage]))
     found = [error for error in found.values() if error is not None]
     assert len(found) == errors and max(found) < 1e-12
 
@@ -789,7 +789,7 @@ RUN_BUGS = {  # of processes: [(where, what, what it becomes)]
     "a part's norm": [(train.Optimizer, "over_parts", lambda self, norm: norm)],
     "a norm of copies": [(train.Optimizer, "norm", norm_of_all)],
     "no sum in backward": [(parallel, "enter", lambda x, group, sequence=False: x)], "no sum": [NO_SUM],
-    "no sum over workers": [NO_SUM, (parallel, "check_replicas", lambda *_: None)],  # which would speak first
+    "no sum over workers": [NO_SUM, (parallel, "require_same_replicas", lambda *_: None)],  # which would speak first
     "nan": [(train, "accumulate_gradients", lambda run, step: BACKWARD(run, step) * (
         math.nan if os.environ["RANK"] == "1" and step == 3 else 1))],
     "inf": [(train.Optimizer, "norm", lambda self: NORM(self) * (

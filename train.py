@@ -1410,7 +1410,8 @@ def save(run, step, now=True):
         return
     commit(run)
     if args.sync == "ddp" and world.workers > 1:
-        parallel.check_replicas([p for p in run.model.parameters() if not world.spread_experts(p)], world.replicas)
+        alike = [p for p in run.model.parameters() if not world.spread_experts(p)]
+        parallel.require_same_replicas(alike, world.replicas)
     members, state = world.members, content(run, step)
     number = members.index(world.worker) * args.tp + world.place
     target = worker_file(Path(args.out) / f"step_{step:08d}.pt", number)
