@@ -163,11 +163,11 @@ JOBS = {"test_stage_runs": lambda stage: python(f"{stage}.py"), "test_planted_bu
 def beside(request, tmp_path_factory):
     """place(test): the file where its job's outcome is, or will be. The tests mostly keep one core busy; beside them
     two jobs run at a time, whose processes often wait. Each worker of pytest-xdist has all tests in its session, of
-    which it runs some: the first one has the jobs of all, one at a time."""
+    which it runs some: the first one has the jobs of all."""
     worker, folder = os.environ.get("PYTEST_XDIST_WORKER"), tmp_path_factory.getbasetemp()
     folder = folder.parent if worker else folder
     place = lambda item: folder / re.sub(r"\W", "_", item.name)  # noqa: E731
-    with concurrent.futures.ThreadPoolExecutor(1 if worker else 2) as pool:
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
         for item in request.session.items if worker in (None, "gw0") else ():
             if item.originalname in JOBS:
                 pool.submit(work, item, place(item))
