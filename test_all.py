@@ -491,6 +491,8 @@ def test_03_sparse_gradient_refuses_a_cuda_graph():
 
 
 # ==== 04: the step inside backward ====================================================================================
+#
+# Most of its tests are its checks, run above on more shapes. Here is what those take for granted.
 
 
 def test_04_noise_is_the_published_generator():
@@ -661,6 +663,16 @@ def test_07_by_hand():
 
 
 # ==== train.py ========================================================================================================
+#
+# Nearly all of these run train.py's own main() on a model of one layer, six steps long, in a tenth of a second, and
+# compare what is left: the losses and norms of its log, the weights of its last checkpoint. They come in three kinds:
+#
+#     two ways to the same end      --accum 4, two processes, --recompute, killed and resumed: alike(), or same() bits
+#     predicted, then measured      bytes of weights and states to the byte, peaks within a tenth
+#     what must be refused          one line that names the mend, status 2, and nothing written
+#
+# A comparison could hold because both runs do nothing. So each has a twin in which the thing under test is left out by
+# a monkeypatch (or, where processes are started, by a name of RUN_BUGS): that one must run to its end, and differ.
 
 TINY = "--layers 1 --dim 32 --heads 2 --seq 32 --batch 8 --steps 6 --lr 3e-3 --dtype fp32 --preset cpu".split()
 ON_CPU, TWO, CPU = ["--device", "cpu"], ["--device", "cpu", "--gpus", "2"], torch.device("cpu")
@@ -1808,6 +1820,8 @@ def test_train_predicted_peak_on_a_gpu(text, flags):
 
 
 # ==== README: what it tells one to type can be typed, and what it names exists ========================================
+#
+# Its figures cannot be checked here. Its commands, files and flags can, and its length: it is what is read first.
 
 MOST_LINES, MOST_WORDS = 220, 3500
 README = (ROOT / "README.md").read_text(encoding="utf-8")
