@@ -516,7 +516,7 @@ FORGED = {"cce": "auto", "cce-exact": "exact"}  # losses whose classifier can be
 LOSSES = {name: functools.partial(filtering.linear_cross_entropy, gradient=how) for name, how in FORGED.items()}
 LOSSES["reference"] = base.linear_cross_entropy_reference
 # What cce may take on a GPU beyond dE and dC. A few per cent of a step's memory; with it the gradient goes
-# over tokens and saves a matrix pass. On a CPU (None) their blocks are as large as its cache.
+# over tokens and saves a matrix pass. On a CPU (None) blocks are as large as its cache.
 LOSS_WORKSPACE = {"cuda": 768 * MIB, "cpu": None}
 
 
@@ -1108,8 +1108,9 @@ def loss_plan(N, config, args, device):
 #
 #     N           128       1,229      65,536
 #     factors     0.9       9          480          MiB
-#     gradient    9         9          9            so a step that trains keeps gradients, one that tunes on a few
-#                                                   sequences factors
+#     gradient    9         9          9
+#
+# So a step that trains keeps gradients, one that tunes on a few sequences factors.
 
 
 def kept_bytes(config, tokens, args):
@@ -1596,9 +1597,9 @@ def set_aside(out, log):
 
 # Who hears of a wish to stop, and when all of them have ended:
 #
-#     one process                    itself                                         after its step
-#     several, none or ddp           Ctrl-C all, SIGTERM the parent (05 passes      after the step whose vote has it
-#     workers apart                  it on): whoever hears tells the others         after the next round
+#     one process              itself                                                     after its step
+#     several, none or ddp     of Ctrl-C all, of SIGTERM the parent, who passes it on     after the step whose vote has it
+#     workers apart            the same; who has heard tells the others                   after the next round
 
 
 class StopSignal:
