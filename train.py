@@ -1597,9 +1597,9 @@ def set_aside(out, log):
 
 # Who hears of a wish to stop, and when all of them have ended:
 #
-#     one process              itself                                                    after its step
-#     several, none or ddp     of Ctrl-C all, of SIGTERM the parent, who passes it on    after the step whose vote has it
-#     workers apart            the same; who has heard tells the others                  after the next round
+#     one process              itself                                                   after its step
+#     several, none or ddp     of Ctrl-C all, of SIGTERM the parent, who passes it on   after the step whose vote has it
+#     workers apart            the same; who has heard tells the others                 after the next round
 
 
 class StopSignal:
