@@ -187,7 +187,10 @@ def work(item, file):
 def outcome(request, beside):
     file = beside(request.node)
     wait_until(file.exists, 900)
-    return pickle.loads(file.read_bytes())
+    result = pickle.loads(file.read_bytes())
+    if isinstance(result, Exception):
+        raise result
+    return result
 
 
 def fail_on_rank_1(file):

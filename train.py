@@ -515,8 +515,8 @@ def accumulate_gradients(run, step):
 FORGED = {"cce": "auto", "cce-exact": "exact"}  # losses whose classifier can be forged
 LOSSES = {name: functools.partial(filtering.linear_cross_entropy, gradient=how) for name, how in FORGED.items()}
 LOSSES["reference"] = base.linear_cross_entropy_reference
-# What cce may take on a GPU beyond dE and dC. A few per cent of a step's memory; with it the gradient goes
-# over tokens and saves a matrix pass. On a CPU (None) blocks are as large as its cache.
+# What cce may take on a GPU beyond dE and dC. A few per cent of a step's memory; with it the gradient goes over tokens
+# and saves a matrix pass. On a CPU (None) blocks are as large as its cache.
 LOSS_WORKSPACE = {"cuda": 768 * MIB, "cpu": None}
 
 
@@ -1875,7 +1875,7 @@ FLAGS = {
         "tokens": (choices("bytes", "bigrams"), "what a token of text is (from the preset)")},
     "optimisation": {
         "steps": (INT, "from the preset; 0: only validate, and sample"),
-        "batch": (INT, "sequences a step, over all processes and micro-batches (from the preset, or what fits)"),
+        "batch": (INT, "sequences a step, over all processes and micro-batches (8 on a CPU; on a GPU what fits)"),
         "accum": (INT | dict(default=1), "micro-batches a step (1)"),
         "lr": (FLOAT, "AdamW's peak rate (from the preset)"),
         "warmup": (INT, "steps until the peak rates (20; 50 without Muon)"),
