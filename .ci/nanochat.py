@@ -2,11 +2,12 @@
 
     python .ci/nanochat.py ../nanochat train.bin val.bin --rate 8 --log out.jsonl
 
-`.ci/figures headline` calls this. gpt.py and optim.py are nanochat's, as they are. What its
-scripts/base_train.py does around them is repeated here by its formulas: rates and decay that depend
-on the batch, warm-up and warm-down, Muon's momentum and decay over time. --rate multiplies all of
-its rates, which are tuned for longer runs. Attention sees the full context, because sliding windows
-need FlashAttention 3, which nanochat downloads. The log has the rows of train.py's.
+`.ci/figures headline` calls this. gpt.py and optim.py are nanochat's, as they are (tried with its
+commit 92d63d4). What its scripts/base_train.py does around them is repeated here by its formulas
+for 12 layers: rates and decay that depend on the batch, warm-up and warm-down, Muon's momentum and
+decay over time. Its rates are tuned for longer runs; --rate multiplies those that base_train.py
+sets. Attention sees the full context, because sliding windows need FlashAttention 3, which nanochat
+downloads. The log has the rows of train.py's.
 """
 
 import argparse
@@ -42,7 +43,10 @@ import train  # noqa: E402
 
 torch.manual_seed(args.seed)
 torch.set_float32_matmul_precision("high")
-torch.backends.cuda.enable_flash_sdp(not args.cudnn)
+if args.cudnn:
+    torch.backends.cuda.enable_flash_sdp(False)
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    torch.backends.cuda.enable_math_sdp(False)
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 dim = 64 * args.depth
 heads = dim // 128
@@ -96,7 +100,7 @@ for step in range(args.steps):
     sequences = range(step * args.batch, (step + 1) * args.batch)
     x, y = batch_of(data, data.shuffled(sequences, args.seed))
 
-    began = time.perf_counter()  # so the batch is not timed, although train.py times its own
+    began = time.perf_counter()  # reading the batch is not timed here; train.py's times include it
     loss = compiled(x, y)
     loss.backward()
     for group in optimizer.param_groups:
@@ -115,7 +119,8 @@ for step in range(args.steps):
     if step % 10 == 0:
         print(row, flush=True)
 
-# The windows that train.py validates with, not compiled, which would take longer.
+# Validate on the windows of train.py. The model is not compiled here, because compiling would take
+# longer than it saves.
 held = windows_of(args.val)
 count = min(len(held), train.VALIDATED[device.type] // args.seq)
 total = 0.0
