@@ -43,7 +43,7 @@ import train  # noqa: E402
 
 torch.manual_seed(args.seed)
 torch.set_float32_matmul_precision("high")
-if args.cudnn:
+if args.cudnn and torch.cuda.is_available():
     torch.backends.cuda.enable_flash_sdp(False)
     torch.backends.cuda.enable_mem_efficient_sdp(False)
     torch.backends.cuda.enable_math_sdp(False)
