@@ -122,7 +122,7 @@ for step in range(args.steps):
 # Validate on the windows of train.py. The model is not compiled here, because compiling would take
 # longer than it saves.
 held = windows_of(args.val)
-count = min(len(held), train.VALIDATED[device.type] // args.seq)
+count = min(len(held), train.VALIDATION_TOKENS[device.type] // args.seq)
 total = 0.0
 with torch.no_grad():
     for start in range(0, count, 8):
