@@ -1,0 +1,283 @@
+"""Print tables, and draw README's pictures, from the files that .ci/figures leaves in a folder.
+
+    python .ci/report.py WORK runs speed     a table of the runs whose names begin with "speed"
+    python .ci/report.py WORK sizes          a table of the dry runs of .ci/figures sizes
+    python .ci/report.py WORK pictures       .figures/memory.svg and .figures/loss.svg
+
+A run has two files: NAME.txt is its output. NAME.jsonl is its log, if the program writes one.
+"""
+
+import json
+import math
+import re
+import statistics
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+WORK = Path(sys.argv[1])
+PICTURES = Path(__file__).resolve().parent.parent / ".figures"
+
+
+# ---- What a run did ------------------------------------------------------------------------------
+
+
+@dataclass
+class Run:
+    losses: list      # of each step
+    seconds: float    # the median step, from step 11 on
+    tokens: float     # in a step
+    validation: float  # loss at the end
+    peak: float       # MiB, the allocator's
+    predicted: float  # the same, by train.py
+    sent: float       # GB of a worker
+    waited: float     # seconds of a worker
+    parts: dict       # {part: MiB} of the peak, by .ci/peak.py or by train.py's table
+
+    @property
+    def speed(self):
+        """Tokens per second."""
+        return self.tokens / self.seconds
+
+
+def first(pattern, text):
+    """Return the first number that the pattern's group finds, or NaN."""
+    found = re.search(pattern, text, re.M)
+    return float(found[1].replace(",", "")) if found else math.nan
+
+
+def output_of(name):
+    return (WORK / f"{name}.txt").read_text(errors="replace")
+
+
+def read_run(name):
+    """Read a run of train.py or .ci/nanochat.py, which write a log, or of nanoGPT."""
+    text = output_of(name)
+    log = WORK / f"{name}.jsonl"
+    run = Run([], math.nan, math.nan, math.nan, math.nan, math.nan, 0.0, 0.0, {})
+    for part, size in re.findall(r"^peak of (\w+) ([\d.]+)", text, re.M):
+        run.parts[part] = float(size)
+
+    if log.exists():
+        rows = [json.loads(line) for line in log.read_text().splitlines()]
+        steps = [row for row in rows if "loss" in row]
+        run.losses = [row["loss"] for row in steps]
+        seconds = [row["seconds"] for row in steps]
+        run.tokens = steps[0]["tok_s"] * seconds[0]
+        run.validation = [row["val_loss"] for row in rows if "val_loss" in row][-1]
+        run.peak = steps[-1].get("peak_mib", math.nan)
+        run.predicted = first(r"predicted MiB.*peak ([\d,]+):", text)
+        if "\nMiB           predicted     measured\n" in text:  # train.py's table
+            measured = {}
+            for part in ("parameters", "optimizer", "loss"):
+                measured[part] = first(rf"^{part} +[\d,]+ +([\d,]+)$", text)
+            run.parts["weights"] = measured["parameters"] + measured["optimizer"]
+            run.parts["logits"] = measured["loss"]
+            run.parts["activations"] = run.peak - run.parts["weights"] - run.parts["logits"]
+        run.sent = steps[-1].get("sent_mb", 0.0) / 1e3
+        run.waited = steps[-1].get("blocked", 0.0)
+        if "ddp" in name:  # two workers: each sends an fp32 gradient once in each step
+            run.sent = 4e-3 * first(r"([\d.,]+) M parameters", text) * len(steps)
+    else:
+        # nanoGPT ends with a step more than it was asked for.
+        steps = re.findall(r"^iter \d+: loss (\S+), time ([\d.]+)ms", text, re.M)[:-1]
+        run.losses = [float(loss) for loss, _ in steps]
+        seconds = [float(time) / 1e3 for _, time in steps]
+        run.tokens = first(r"tokens per iteration will be: ([\d,]+)", text)
+        run.validation = first(r"^step [1-9]\d*: .*val loss ([\d.]+)", text)
+        run.peak = first(r"^peak MiB ([\d.]+)", text)
+    run.seconds = statistics.median(seconds[10:] or seconds)
+    return run
+
+
+def runs(beginning):
+    names = sorted(path.stem for path in WORK.glob(f"{beginning} *.txt"))
+    print(
+        "| run | tokens/s | beside the first | peak MiB | predicted | validation loss "
+        "| steps | seconds, by the median | GB sent | s waited |"
+    )
+    base = None
+    for name in names:
+        run = read_run(name)
+        base = base or run.speed
+        print(
+            f"| {name} | {run.speed:,.0f} | {run.speed / base:.2f} x | {run.peak:,.0f} "
+            f"| {run.predicted:,.0f} | {run.validation:.4f} | {len(run.losses)} "
+            f"| {run.seconds * len(run.losses):.1f} | {run.sent:.1f} | {run.waited:.2f} |"
+        )
+
+
+def sizes():
+    print("| run | billion parameters | peak MiB | predicted | speed |")
+    rows = []
+    for path in WORK.glob("size *.txt"):
+        text = output_of(path.stem)
+        size = first(r"([\d.,]+) M parameters", text) / 1e3
+        predicted = first(r"^peak +([\d,]+)", text)
+        measured = first(r"^peak +[\d,]+ +([\d,]+)", text)
+        speed = re.search(r"^speed +(.*?)(?: \(.*)?$", text, re.M)
+        row = f"{size:.2f} | {measured:,.0f} | {predicted:,.0f} | {speed[1] if speed else ''} |"
+        rows.append((size, f"| {path.stem[5:]} | {row}"))
+    for _, row in sorted(rows):
+        print(row)
+
+
+# ---- Pictures ------------------------------------------------------------------------------------
+
+# Colours of a picture on a light page and on a dark one. A browser takes those of its own setting.
+STYLE = """
+  text { font: 15px system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-serif }
+  text { fill: #1f2328 }
+  .title { font-size: 19px; font-weight: 600 }
+  .small { font-size: 14px; fill: #59636e }
+  .strong { font-weight: 600 }
+  .inside { fill: #ffffff; font-weight: 600 }
+  .page { fill: #ffffff; stroke: #d1d9e0 }
+  .grid { fill: none; stroke: #d1d9e0 }
+  .weights { fill: #2f6db5 } .logits { fill: #c2410c } .activations { fill: #57606a }
+  .line { fill: none; stroke-width: 2.5; stroke-linejoin: round }
+  .nanoGPT { stroke: #59636e; stroke-dasharray: 8 4 }
+  .nanochat { stroke: #b35900; stroke-dasharray: 2 4 }
+  .ours { stroke: #2f6db5 }
+  @media (prefers-color-scheme: dark) {
+    text { fill: #f0f6fc }
+    .small { fill: #9aa4af }
+    .page { fill: #0d1117; stroke: #3d444d }
+    .grid { stroke: #30363d }
+    .nanoGPT { stroke: #9aa4af } .nanochat { stroke: #f0b429 } .ours { stroke: #66a3e0 }
+  }
+"""
+
+
+def write(name, title, description, height, body):
+    """Write a picture of 800 x height. Title and description are what a screen reader says."""
+    PICTURES.mkdir(exist_ok=True)
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="800" height="{height}" '
+        f'viewBox="0 0 800 {height}" role="img" aria-labelledby="title text">',
+        f'<title id="title">{escape(title)}</title>',
+        f'<desc id="text">{escape(description)}</desc>',
+        f"<style>{STYLE}</style>",
+        f'<rect class="page" x="0.5" y="0.5" width="799" height="{height - 1}" rx="8"/>',
+        text(24, 36, title, "title"),
+        *body,
+        "</svg>",
+    ]
+    path = PICTURES / f"{name}.svg"
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    print(f"{path.name}: {description}")
+
+
+def text(x, y, words, style="", anchor="start"):
+    return f'<text class="{style}" x="{x}" y="{y}" text-anchor="{anchor}">{escape(words)}</text>'
+
+
+def bar(x, y, width, height, style):
+    return f'<rect class="{style}" x="{x:.1f}" y="{y}" width="{width:.1f}" height="{height}"/>'
+
+
+def memory():
+    """Draw a bar per program: what is alive at the peak of a training step."""
+    programs = {
+        "nanoGPT": read_run("speed 0 nanoGPT"),
+        "nanochat": read_run("memory 1 nanochat"),
+        "bytewise": read_run("speed 1 default"),
+    }
+    labels = {
+        "weights": "weights and optimizer",
+        "logits": "logits, or what the loss needs instead",
+        "activations": "activations and the rest",
+    }
+    left, top, step = 110, 78, 48
+    scale = 560 / max(run.peak for run in programs.values())  # pixels per MiB
+    tokens = round(next(iter(programs.values())).tokens)
+    body = [text(24, 59, f"GPT-2 small's shape, {tokens:,} tokens, 50,304 classes, bf16.", "small")]
+
+    said = []
+    for row, (name, run) in enumerate(programs.items()):
+        y = top + step * row
+        x = left
+        body.append(text(24, y + 21, name))
+        for part in labels:
+            width = run.parts[part] * scale
+            body.append(bar(x, y, width, 32, part))
+            if width > 60:
+                middle = f"{x + width / 2:.1f}"
+                body.append(text(middle, y + 21, f"{run.parts[part]:,.0f}", "inside", "middle"))
+            x += width
+        body.append(text(f"{x + 8:.1f}", y + 21, f"{run.peak:,.0f} MiB", "strong"))
+        parts = ", ".join(f"{part} {run.parts[part]:,.0f}" for part in labels)
+        said.append(f"{name} {run.peak:,.0f} MiB ({parts}).")
+
+    y = top + step * len(programs) + 8
+    for x, (part, label) in zip((24, 214, 520), labels.items(), strict=True):
+        body += [bar(x, y, 14, 14, part), text(x + 21, y + 12, label, "small")]
+    write("memory", "Memory at the peak of a training step", " ".join(said), y + 38, body)
+
+
+def loss():
+    """Draw training loss against seconds, both as means of ten steps."""
+    chats = [path.stem for path in WORK.glob("loss * nanochat *.jsonl")]
+    best = min(chats, key=lambda name: read_run(name).validation)
+    programs = {
+        "nanoGPT": read_run("loss 0 nanoGPT"),
+        "nanochat": read_run(best),
+        "ours": read_run("loss 1 default"),
+    }
+    left, right, top, bottom = 62, 690, 84, 344
+    seconds = max(run.seconds * len(run.losses) for run in programs.values())
+    curves = {}
+    for name, run in programs.items():
+        means = []
+        for i in range(0, len(run.losses) - 9, 10):
+            means.append((run.seconds * (i + 10), statistics.fmean(run.losses[i : i + 10])))
+        curves[name] = means
+    highest = max(y for curve in curves.values() for _, y in curve)
+    lowest = 0.85 * min(y for curve in curves.values() for _, y in curve)  # room for a label
+
+    def x_of(second):
+        return left + (right - left) * second / seconds
+
+    def y_of(value):  # logarithmic
+        share = (math.log(value) - math.log(lowest)) / (math.log(highest) - math.log(lowest))
+        return bottom - (bottom - top) * share
+
+    steps = len(programs["ours"].losses)
+    tokens = round(programs["ours"].tokens)
+    words = f"GPT-2 small's shape, {steps} steps of {tokens:,} tokens. Compilation is left out."
+    body = [text(24, 59, words, "small")]
+    for value in (1.5, 2, 3, 4, 6, 8, 11):
+        if lowest <= value <= highest:
+            body.append(f'<path class="grid" d="M{left} {y_of(value):.1f}H{right}"/>')
+            body.append(text(left - 9, f"{y_of(value) + 5:.1f}", f"{value:g}", "small", "end"))
+    for second in range(0, math.ceil(seconds), 5):
+        body.append(f'<path class="grid" d="M{x_of(second):.1f} {bottom + 10}v6"/>')
+        body.append(text(f"{x_of(second):.1f}", bottom + 33, f"{second}", "small", "middle"))
+    body.append(text((left + right) // 2, bottom + 54, "seconds", "small", "middle"))
+
+    said = []
+    for name, curve in curves.items():
+        points = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in curve)
+        body.append(f'<polyline class="line {name}" points="{points}"/>')
+        x, y = curve[-1]
+        label = "bytewise" if name == "ours" else name
+        if name == "ours":
+            body.append(text(f"{x_of(x):.1f}", f"{y_of(y) + 22:.1f}", label, "strong", "end"))
+        else:
+            body.append(text(f"{x_of(x) + 8:.1f}", f"{y_of(y) + 5:.1f}", label, "strong"))
+        said.append(f"{label} ends at {y:.2f} after {x:.1f} s.")
+    write("loss", "Training loss against seconds", " ".join(said), bottom + 70, body)
+
+
+if __name__ == "__main__":
+    what = sys.argv[2]
+    if what == "runs":
+        runs(sys.argv[3])
+    elif what == "sizes":
+        sizes()
+    elif what == "pictures":
+        memory()
+        loss()
+    else:
+        sys.exit(__doc__)
