@@ -7,6 +7,7 @@
 A run has two files: NAME.txt is its output. NAME.jsonl is its log, if the program writes one.
 """
 
+import itertools
 import json
 import math
 import re
@@ -26,19 +27,31 @@ PICTURES = Path(__file__).resolve().parent.parent / ".figures"
 @dataclass
 class Run:
     losses: list      # of each step
-    seconds: float    # the median step, from step 11 on
+    seconds: list     # of each step
+    first: int        # how many steps at the beginning are not timed, because they compile
     tokens: float     # in a step
     validation: float  # loss at the end
     peak: float       # MiB, the allocator's
     predicted: float  # the same, by train.py
+    parameters: float  # millions
     sent: float       # GB of a worker
     waited: float     # seconds of a worker
     parts: dict       # {part: MiB} of the peak, by .ci/peak.py or by train.py's table
 
     @property
+    def step(self):
+        """The mean of the timed steps, in seconds."""
+        return statistics.fmean(self.seconds[self.first :] or self.seconds)
+
+    @property
     def speed(self):
         """Tokens per second."""
-        return self.tokens / self.seconds
+        return self.tokens / self.step
+
+    def elapsed(self):
+        """Return the seconds at the end of each step. A step that is not timed takes the mean."""
+        untimed = [self.step] * min(self.first, len(self.seconds))
+        return list(itertools.accumulate(untimed + self.seconds[self.first :]))
 
 
 def first(pattern, text):
@@ -55,7 +68,10 @@ def read_run(name):
     """Read a run of train.py or .ci/nanochat.py, which write a log, or of nanoGPT."""
     text = output_of(name)
     log = WORK / f"{name}.jsonl"
-    run = Run([], math.nan, math.nan, math.nan, math.nan, math.nan, 0.0, 0.0, {})
+    run = Run([], [], 10, math.nan, math.nan, math.nan, math.nan, math.nan, 0.0, 0.0, {})
+    run.parameters = first(r"([\d.,]+) ?M(?: parameters|$)", text)
+    if name.startswith("gpus"):
+        run.first = 30  # the first round of independent workers waits for the one that compiles
     for part, size in re.findall(r"^peak of (\w+) ([\d.]+)", text, re.M):
         run.parts[part] = float(size)
 
@@ -63,8 +79,8 @@ def read_run(name):
         rows = [json.loads(line) for line in log.read_text().splitlines()]
         steps = [row for row in rows if "loss" in row]
         run.losses = [row["loss"] for row in steps]
-        seconds = [row["seconds"] for row in steps]
-        run.tokens = steps[0]["tok_s"] * seconds[0]
+        run.seconds = [row["seconds"] for row in steps]
+        run.tokens = steps[0]["tok_s"] * run.seconds[0]
         run.validation = [row["val_loss"] for row in rows if "val_loss" in row][-1]
         run.peak = steps[-1].get("peak_mib", math.nan)
         run.predicted = first(r"predicted MiB.*peak ([\d,]+):", text)
@@ -78,16 +94,15 @@ def read_run(name):
         run.sent = steps[-1].get("sent_mb", 0.0) / 1e3
         run.waited = steps[-1].get("blocked", 0.0)
         if "ddp" in name:  # two workers: each sends an fp32 gradient once in each step
-            run.sent = 4e-3 * first(r"([\d.,]+) M parameters", text) * len(steps)
+            run.sent = 4e-3 * run.parameters * len(steps)
     else:
         # nanoGPT ends with a step more than it was asked for.
         steps = re.findall(r"^iter \d+: loss (\S+), time ([\d.]+)ms", text, re.M)[:-1]
         run.losses = [float(loss) for loss, _ in steps]
-        seconds = [float(time) / 1e3 for _, time in steps]
+        run.seconds = [float(time) / 1e3 for _, time in steps]
         run.tokens = first(r"tokens per iteration will be: ([\d,]+)", text)
         run.validation = first(r"^step [1-9]\d*: .*val loss ([\d.]+)", text)
         run.peak = first(r"^peak MiB ([\d.]+)", text)
-    run.seconds = statistics.median(seconds[10:] or seconds)
     return run
 
 
@@ -95,7 +110,7 @@ def runs(beginning):
     names = sorted(path.stem for path in WORK.glob(f"{beginning} *.txt"))
     print(
         "| run | tokens/s | beside the first | peak MiB | predicted | validation loss "
-        "| steps | seconds, by the median | GB sent | s waited |"
+        "| steps | in seconds | GB sent | s waited |"
     )
     base = None
     for name in names:
@@ -104,7 +119,7 @@ def runs(beginning):
         print(
             f"| {name} | {run.speed:,.0f} | {run.speed / base:.2f} x | {run.peak:,.0f} "
             f"| {run.predicted:,.0f} | {run.validation:.4f} | {len(run.losses)} "
-            f"| {run.seconds * len(run.losses):.1f} | {run.sent:.1f} | {run.waited:.2f} |"
+            f"| {run.elapsed()[-1]:.1f} | {run.sent:.1f} | {run.waited:.2f} |"
         )
 
 
@@ -135,17 +150,17 @@ STYLE = """
   .inside { fill: #ffffff; font-weight: 600 }
   .page { fill: #ffffff; stroke: #d1d9e0 }
   .grid { fill: none; stroke: #d1d9e0 }
-  .weights { fill: #2f6db5 } .logits { fill: #c2410c } .activations { fill: #57606a }
+  .weights { fill: #8250df } .logits { fill: #cf222e } .activations { fill: #6e7781 }
   .line { fill: none; stroke-width: 2.5; stroke-linejoin: round }
-  .nanoGPT { stroke: #59636e; stroke-dasharray: 8 4 }
-  .nanochat { stroke: #b35900; stroke-dasharray: 2 4 }
-  .ours { stroke: #2f6db5 }
+  .nanoGPT { stroke: #9a6700; stroke-dasharray: 8 4 }
+  .nanochat { stroke: #1a7f37; stroke-dasharray: 2 4 }
+  .ours { stroke: #0969da }
   @media (prefers-color-scheme: dark) {
     text { fill: #f0f6fc }
     .small { fill: #9aa4af }
     .page { fill: #0d1117; stroke: #3d444d }
     .grid { stroke: #30363d }
-    .nanoGPT { stroke: #9aa4af } .nanochat { stroke: #f0b429 } .ours { stroke: #66a3e0 }
+    .nanoGPT { stroke: #d29922 } .nanochat { stroke: #3fb950 } .ours { stroke: #58a6ff }
   }
 """
 
@@ -189,16 +204,17 @@ def memory():
         "logits": "logits, or what the loss needs instead",
         "activations": "activations and the rest",
     }
-    left, top, step = 110, 78, 48
+    left, top, height = 110, 78, 52
     scale = 560 / max(run.peak for run in programs.values())  # pixels per MiB
-    tokens = round(next(iter(programs.values())).tokens)
-    body = [text(24, 59, f"GPT-2 small's shape, {tokens:,} tokens, 50,304 classes, bf16.", "small")]
+    tokens = round(programs["nanoGPT"].tokens)
+    words = f"12 layers of width 768, {tokens:,} tokens, 50,304 classes. M: million parameters."
+    body = [text(24, 59, words, "small")]
 
     said = []
     for row, (name, run) in enumerate(programs.items()):
-        y = top + step * row
+        y = top + height * row
         x = left
-        body.append(text(24, y + 21, name))
+        body += [text(24, y + 15, name), text(24, y + 32, f"{run.parameters:.0f} M", "small")]
         for part in labels:
             width = run.parts[part] * scale
             body.append(bar(x, y, width, 32, part))
@@ -210,14 +226,14 @@ def memory():
         parts = ", ".join(f"{part} {run.parts[part]:,.0f}" for part in labels)
         said.append(f"{name} {run.peak:,.0f} MiB ({parts}).")
 
-    y = top + step * len(programs) + 8
+    y = top + height * len(programs) + 8
     for x, (part, label) in zip((24, 214, 520), labels.items(), strict=True):
         body += [bar(x, y, 14, 14, part), text(x + 21, y + 12, label, "small")]
     write("memory", "Memory at the peak of a training step", " ".join(said), y + 38, body)
 
 
 def loss():
-    """Draw training loss against seconds, both as means of ten steps."""
+    """Draw training loss, as means of ten steps, against seconds without compilation."""
     chats = [path.stem for path in WORK.glob("loss * nanochat *.jsonl")]
     best = min(chats, key=lambda name: read_run(name).validation)
     programs = {
@@ -226,13 +242,13 @@ def loss():
         "ours": read_run("loss 1 default"),
     }
     left, right, top, bottom = 62, 690, 84, 344
-    seconds = max(run.seconds * len(run.losses) for run in programs.values())
+    seconds = max(run.elapsed()[-1] for run in programs.values())
     curves = {}
     for name, run in programs.items():
-        means = []
-        for i in range(0, len(run.losses) - 9, 10):
-            means.append((run.seconds * (i + 10), statistics.fmean(run.losses[i : i + 10])))
-        curves[name] = means
+        elapsed = run.elapsed()
+        curves[name] = []
+        for i in range(10, len(run.losses) + 1, 10):
+            curves[name].append((elapsed[i - 1], statistics.fmean(run.losses[i - 10 : i])))
     highest = max(y for curve in curves.values() for _, y in curve)
     lowest = 0.85 * min(y for curve in curves.values() for _, y in curve)  # room for a label
 
@@ -245,7 +261,7 @@ def loss():
 
     steps = len(programs["ours"].losses)
     tokens = round(programs["ours"].tokens)
-    words = f"GPT-2 small's shape, {steps} steps of {tokens:,} tokens. Compilation is left out."
+    words = f"{steps} steps of {tokens:,} tokens of Python code. Lower is better. Log scale."
     body = [text(24, 59, words, "small")]
     for value in (1.5, 2, 3, 4, 6, 8, 11):
         if lowest <= value <= highest:
@@ -257,6 +273,7 @@ def loss():
     body.append(text((left + right) // 2, bottom + 54, "seconds", "small", "middle"))
 
     said = []
+    target = curves["nanoGPT"][-1][1]
     for name, curve in curves.items():
         points = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in curve)
         body.append(f'<polyline class="line {name}" points="{points}"/>')
@@ -266,7 +283,9 @@ def loss():
             body.append(text(f"{x_of(x):.1f}", f"{y_of(y) + 22:.1f}", label, "strong", "end"))
         else:
             body.append(text(f"{x_of(x) + 8:.1f}", f"{y_of(y) + 5:.1f}", label, "strong"))
-        said.append(f"{label} ends at {y:.2f} after {x:.1f} s.")
+        passed = next(x for x, y in curve if y <= target)  # the end of nanoGPT
+        said.append(f"{label} is below {target:.2f} at {passed:.1f} s.")
+        said.append(f"It ends at {y:.2f} after {x:.1f} s.")
     write("loss", "Training loss against seconds", " ".join(said), bottom + 70, body)
 
 
