@@ -13,7 +13,7 @@ import math
 import re
 import statistics
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from xml.sax.saxutils import escape
 
@@ -26,22 +26,22 @@ PICTURES = Path(__file__).resolve().parent.parent / ".figures"
 
 @dataclass
 class Run:
-    losses: list      # of each step
-    seconds: list     # of each step
-    first: int        # how many steps at the beginning are not timed, because they compile
-    tokens: float     # in a step
-    validation: float  # loss at the end
-    peak: float       # MiB, the allocator's
-    predicted: float  # the same, by train.py
-    parameters: float  # millions
-    sent: float       # GB of a worker
-    waited: float     # seconds of a worker
-    parts: dict       # {part: MiB} of the peak, by .ci/peak.py or by train.py's table
+    losses: list = ()              # of each step
+    seconds: list = ()             # of each step
+    untimed: int = 10              # so many steps at the beginning, because some of them compile
+    tokens: float = math.nan       # in a step
+    validation: float = math.nan   # loss at the end
+    parameters: float = math.nan   # millions
+    peak: float = math.nan         # MiB, the allocator's
+    predicted: float = math.nan    # the same, by train.py
+    sent: float = 0.0              # GB of a worker
+    waited: float = 0.0            # seconds of a worker
+    parts: dict = field(default_factory=dict)  # MiB of the peak, by .ci/peak.py or by train.py
 
     @property
     def step(self):
         """The mean of the timed steps, in seconds."""
-        return statistics.fmean(self.seconds[self.first :] or self.seconds)
+        return statistics.fmean(self.seconds[self.untimed :] or self.seconds)
 
     @property
     def speed(self):
@@ -50,8 +50,8 @@ class Run:
 
     def elapsed(self):
         """Return the seconds at the end of each step. A step that is not timed takes the mean."""
-        untimed = [self.step] * min(self.first, len(self.seconds))
-        return list(itertools.accumulate(untimed + self.seconds[self.first :]))
+        untimed = [self.step] * min(self.untimed, len(self.seconds))
+        return list(itertools.accumulate(untimed + self.seconds[self.untimed :]))
 
 
 def first(pattern, text):
@@ -68,10 +68,10 @@ def read_run(name):
     """Read a run of train.py or .ci/nanochat.py, which write a log, or of nanoGPT."""
     text = output_of(name)
     log = WORK / f"{name}.jsonl"
-    run = Run([], [], 10, math.nan, math.nan, math.nan, math.nan, math.nan, 0.0, 0.0, {})
+    run = Run()
     run.parameters = first(r"([\d.,]+) ?M(?: parameters|$)", text)
     if name.startswith("gpus"):
-        run.first = 30  # the first round of independent workers waits for the one that compiles
+        run.untimed = 30  # the first round of independent workers waits for the one that compiles
     for part, size in re.findall(r"^peak of (\w+) ([\d.]+)", text, re.M):
         run.parts[part] = float(size)
 
