@@ -3,7 +3,9 @@
     python .ci/peak.py LOGITS SCRIPT ARGUMENTS
 
 LOGITS is the number of tokens in a step, times classes, times 2: the bytes of its logits in bf16.
-The allocator records each allocation. Each allocation that is alive at the peak belongs to one of
+The allocator records each allocation. (With LOGITS = 0 it does not, and only the peak is printed.)
+Each allocation that is alive at the peak belongs to one of these parts. The script has to train a
+few steps more after the step that has the peak.
 
     weights      it is still alive when memory is lowest, before the next step's peak: weights and
                  the optimizer's states
@@ -72,7 +74,7 @@ def main():
     sys.argv.pop(0)
     sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
     on_gpu = torch.cuda.is_available()
-    if on_gpu:
+    if on_gpu and logits:
         torch.cuda.memory._record_memory_history(context=None)  # None: without Python's stacks
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")
@@ -81,6 +83,7 @@ def main():
             raise
     if on_gpu:
         print("peak MiB", torch.cuda.max_memory_allocated() / 2**20)
+    if on_gpu and logits:
         events = torch.cuda.memory._snapshot()["device_traces"][0]
         for part, size in parts_at_peak(events, logits).items():
             print("peak of", part, size)

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from xml.sax.saxutils import escape
 
+if len(sys.argv) < 3:
+    sys.exit(__doc__)
 WORK = Path(sys.argv[1])
 PICTURES = Path(__file__).resolve().parent.parent / ".figures"
 
@@ -29,6 +31,7 @@ class Run:
     losses: list = ()              # of each step
     seconds: list = ()             # of each step
     untimed: int = 10              # so many steps at the beginning, because some of them compile
+    late: int = 1                  # 0: the last step is timed, too
     tokens: float = math.nan       # in a step
     validation: float = math.nan   # loss at the end
     parameters: float = math.nan   # millions
@@ -38,10 +41,18 @@ class Run:
     waited: float = 0.0            # seconds of a worker
     parts: dict = field(default_factory=dict)  # MiB of the peak, by .ci/peak.py or by train.py
 
+    def timed(self):
+        """Return the seconds of the steps that are timed."""
+        return self.seconds[self.untimed : len(self.seconds) - self.late] or self.seconds
+
     @property
     def step(self):
-        """The mean of the timed steps, in seconds."""
-        return statistics.fmean(self.seconds[self.untimed :] or self.seconds)
+        """The mean of the timed steps, in seconds.
+
+        On a GPU, train.py reads a step when the next one is launched. So the log's last step seems
+        to take no time.
+        """
+        return statistics.fmean(self.timed())
 
     @property
     def speed(self):
@@ -50,8 +61,8 @@ class Run:
 
     def elapsed(self):
         """Return the seconds at the end of each step. A step that is not timed takes the mean."""
-        untimed = [self.step] * min(self.untimed, len(self.seconds))
-        return list(itertools.accumulate(untimed + self.seconds[self.untimed :]))
+        steps = [self.step] * self.untimed + self.timed() + [self.step] * self.late
+        return list(itertools.accumulate(steps))
 
 
 def first(pattern, text):
@@ -92,7 +103,9 @@ def read_run(name):
             run.parts["logits"] = measured["loss"]
             run.parts["activations"] = run.peak - run.parts["weights"] - run.parts["logits"]
         run.sent = steps[-1].get("sent_mb", 0.0) / 1e3
-        run.waited = steps[-1].get("blocked", 0.0)
+        if "blocked" in steps[-1]:  # an independent worker: it reads each step at once
+            run.waited = steps[-1]["blocked"]
+            run.late = 0
         if "ddp" in name:  # two workers: each sends an fp32 gradient once in each step
             run.sent = 4e-3 * run.parameters * len(steps)
     else:
@@ -109,15 +122,16 @@ def read_run(name):
 def runs(beginning):
     names = sorted(path.stem for path in WORK.glob(f"{beginning} *.txt"))
     print(
-        "| run | tokens/s | beside the first | peak MiB | predicted | validation loss "
-        "| steps | in seconds | GB sent | s waited |"
+        "| run | tokens/s | by the median step | beside the first | peak MiB | predicted "
+        "| validation loss | steps | in seconds | GB sent | s waited |"
     )
     base = None
     for name in names:
         run = read_run(name)
         base = base or run.speed
         print(
-            f"| {name} | {run.speed:,.0f} | {run.speed / base:.2f} x | {run.peak:,.0f} "
+            f"| {name} | {run.speed:,.0f} | {run.tokens / statistics.median(run.timed()):,.0f} "
+            f"| {run.speed / base:.2f} x | {run.peak:,.0f} "
             f"| {run.predicted:,.0f} | {run.validation:.4f} | {len(run.losses)} "
             f"| {run.elapsed()[-1]:.1f} | {run.sent:.1f} | {run.waited:.2f} |"
         )
@@ -195,7 +209,7 @@ def bar(x, y, width, height, style):
 def memory():
     """Draw a bar per program: what is alive at the peak of a training step."""
     programs = {
-        "nanoGPT": read_run("speed 0 nanoGPT"),
+        "nanoGPT": read_run("memory 0 nanoGPT"),
         "nanochat": read_run("memory 1 nanochat"),
         "bytewise": read_run("speed 1 default"),
     }
@@ -273,7 +287,7 @@ def loss():
     body.append(text((left + right) // 2, bottom + 54, "seconds", "small", "middle"))
 
     said = []
-    target = curves["nanoGPT"][-1][1]
+    target = curves["nanoGPT"][-1][1]  # where nanoGPT ends
     for name, curve in curves.items():
         points = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in curve)
         body.append(f'<polyline class="line {name}" points="{points}"/>')
@@ -283,15 +297,17 @@ def loss():
             body.append(text(f"{x_of(x):.1f}", f"{y_of(y) + 22:.1f}", label, "strong", "end"))
         else:
             body.append(text(f"{x_of(x) + 8:.1f}", f"{y_of(y) + 5:.1f}", label, "strong"))
-        passed = next(x for x, y in curve if y <= target)  # the end of nanoGPT
-        said.append(f"{label} is below {target:.2f} at {passed:.1f} s.")
-        said.append(f"It ends at {y:.2f} after {x:.1f} s.")
+        for passed, value in curve:
+            if value <= target:
+                said.append(f"{label} is at {target:.2f} after {passed:.1f} s.")
+                break
+        said.append(f"{label} ends at {y:.2f} after {x:.1f} s.")
     write("loss", "Training loss against seconds", " ".join(said), bottom + 70, body)
 
 
 if __name__ == "__main__":
     what = sys.argv[2]
-    if what == "runs":
+    if what == "runs" and len(sys.argv) > 3:
         runs(sys.argv[3])
     elif what == "sizes":
         sizes()
