@@ -71,6 +71,11 @@ def first(pattern, text):
     return float(found[1].replace(",", "")) if found else math.nan
 
 
+def measured(category, text):
+    """Return the measured MiB of a category from the table that ends train.py's output, or NaN."""
+    return first(rf"^{category} +[\d,]+ +([\d,]+)$", text)
+
+
 def output_of(name):
     return (WORK / f"{name}.txt").read_text(errors="replace")
 
@@ -83,8 +88,6 @@ def read_run(name):
     run.parameters = first(r"([\d.,]+) ?M(?: parameters|$)", text)
     if name.startswith("gpus"):
         run.untimed = 30  # the first round of independent workers waits for the one that compiles
-    for part, size in re.findall(r"^peak of (\w+) ([\d.]+)", text, re.M):
-        run.parts[part] = float(size)
 
     if log.exists():
         rows = [json.loads(line) for line in log.read_text().splitlines()]
@@ -95,13 +98,9 @@ def read_run(name):
         run.validation = [row["val_loss"] for row in rows if "val_loss" in row][-1]
         run.peak = steps[-1].get("peak_mib", math.nan)
         run.predicted = first(r"predicted MiB.*peak ([\d,]+):", text)
-        if "\nMiB           predicted     measured\n" in text:  # train.py's table
-            measured = {}
-            for part in ("parameters", "optimizer", "loss"):
-                measured[part] = first(rf"^{part} +[\d,]+ +([\d,]+)$", text)
-            run.parts["weights"] = measured["parameters"] + measured["optimizer"]
-            run.parts["logits"] = measured["loss"]
-            run.parts["activations"] = run.peak - run.parts["weights"] - run.parts["logits"]
+        weights = measured("parameters", text) + measured("optimizer", text)
+        logits = measured("loss", text)
+        run.parts = dict(weights=weights, logits=logits, activations=run.peak - weights - logits)
         run.sent = steps[-1].get("sent_mb", 0.0) / 1e3
         if "blocked" in steps[-1]:  # an independent worker: it reads each step at once
             run.waited = steps[-1]["blocked"]
@@ -116,6 +115,8 @@ def read_run(name):
         run.tokens = first(r"tokens per iteration will be: ([\d,]+)", text)
         run.validation = first(r"^step [1-9]\d*: .*val loss ([\d.]+)", text)
         run.peak = first(r"^peak MiB ([\d.]+)", text)
+    for part, size in re.findall(r"^peak of (\w+) ([\d.]+)", text, re.M):  # by .ci/peak.py
+        run.parts[part] = float(size)
     return run
 
 
@@ -144,9 +145,9 @@ def sizes():
         text = output_of(path.stem)
         size = first(r"([\d.,]+) M parameters", text) / 1e3
         predicted = first(r"^peak +([\d,]+)", text)
-        measured = first(r"^peak +[\d,]+ +([\d,]+)", text)
         speed = re.search(r"^speed +(.*?)(?: \(.*)?$", text, re.M)
-        row = f"{size:.2f} | {measured:,.0f} | {predicted:,.0f} | {speed[1] if speed else ''} |"
+        peaks = f"{measured('peak', text):,.0f} | {predicted:,.0f}"
+        row = f"{size:.2f} | {peaks} | {speed[1] if speed else ''} |"
         rows.append((size, f"| {path.stem[5:]} | {row}"))
     for _, row in sorted(rows):
         print(row)
@@ -156,8 +157,7 @@ def sizes():
 
 # Colours of a picture on a light page and on a dark one. A browser takes those of its own setting.
 STYLE = """
-  text { font: 15px system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-serif }
-  text { fill: #1f2328 }
+  text { fill: #1f2328; font: 15px system-ui, -apple-system, "Segoe UI", Arial, sans-serif }
   .title { font-size: 19px; font-weight: 600 }
   .small { font-size: 14px; fill: #59636e }
   .strong { font-weight: 600 }
@@ -168,13 +168,13 @@ STYLE = """
   .line { fill: none; stroke-width: 2.5; stroke-linejoin: round }
   .nanoGPT { stroke: #9a6700; stroke-dasharray: 8 4 }
   .nanochat { stroke: #1a7f37; stroke-dasharray: 2 4 }
-  .ours { stroke: #0969da }
+  .bytewise { stroke: #0969da }
   @media (prefers-color-scheme: dark) {
     text { fill: #f0f6fc }
     .small { fill: #9aa4af }
     .page { fill: #0d1117; stroke: #3d444d }
     .grid { stroke: #30363d }
-    .nanoGPT { stroke: #d29922 } .nanochat { stroke: #3fb950 } .ours { stroke: #58a6ff }
+    .nanoGPT { stroke: #d29922 } .nanochat { stroke: #3fb950 } .bytewise { stroke: #58a6ff }
   }
 """
 
@@ -248,12 +248,11 @@ def memory():
 
 def loss():
     """Draw training loss, as means of ten steps, against seconds without compilation."""
-    chats = [path.stem for path in WORK.glob("loss * nanochat *.jsonl")]
-    best = min(chats, key=lambda name: read_run(name).validation)
+    chats = [read_run(path.stem) for path in WORK.glob("loss * nanochat *.jsonl")]
     programs = {
         "nanoGPT": read_run("loss 0 nanoGPT"),
-        "nanochat": read_run(best),
-        "ours": read_run("loss 1 default"),
+        "nanochat": min(chats, key=lambda run: run.validation),
+        "bytewise": read_run("loss 1 default"),
     }
     left, right, top, bottom = 62, 690, 84, 344
     seconds = max(run.elapsed()[-1] for run in programs.values())
@@ -273,8 +272,8 @@ def loss():
         share = (math.log(value) - math.log(lowest)) / (math.log(highest) - math.log(lowest))
         return bottom - (bottom - top) * share
 
-    steps = len(programs["ours"].losses)
-    tokens = round(programs["ours"].tokens)
+    steps = len(programs["bytewise"].losses)
+    tokens = round(programs["bytewise"].tokens)
     words = f"{steps} steps of {tokens:,} tokens of Python code. Lower is better. Log scale."
     body = [text(24, 59, words, "small")]
     for value in (1.5, 2, 3, 4, 6, 8, 11):
@@ -292,16 +291,15 @@ def loss():
         points = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in curve)
         body.append(f'<polyline class="line {name}" points="{points}"/>')
         x, y = curve[-1]
-        label = "bytewise" if name == "ours" else name
-        if name == "ours":
-            body.append(text(f"{x_of(x):.1f}", f"{y_of(y) + 22:.1f}", label, "strong", "end"))
+        if name == "bytewise":  # below the line, because nanochat's name is beside it
+            body.append(text(f"{x_of(x):.1f}", f"{y_of(y) + 22:.1f}", name, "strong", "end"))
         else:
-            body.append(text(f"{x_of(x) + 8:.1f}", f"{y_of(y) + 5:.1f}", label, "strong"))
+            body.append(text(f"{x_of(x) + 8:.1f}", f"{y_of(y) + 5:.1f}", name, "strong"))
         for passed, value in curve:
             if value <= target:
-                said.append(f"{label} is at {target:.2f} after {passed:.1f} s.")
+                said.append(f"{name} is at {target:.2f} after {passed:.1f} s.")
                 break
-        said.append(f"{label} ends at {y:.2f} after {x:.1f} s.")
+        said.append(f"{name} ends at {y:.2f} after {x:.1f} s.")
     write("loss", "Training loss against seconds", " ".join(said), bottom + 70, body)
 
 
