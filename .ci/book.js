@@ -15,10 +15,14 @@ function currentSection() {
   return headings.findLastIndex((heading) => heading.getBoundingClientRect().top < 100);
 }
 
+let marked = -1;
 function markCurrentSection() {
   const current = currentSection();
-  sections.forEach((link, i) => link.toggleAttribute("aria-current", i === current));
+  if (current === marked) return;
+  sections[marked]?.removeAttribute("aria-current");
+  sections[current]?.setAttribute("aria-current", "true");
   sections[current]?.scrollIntoView({ block: "nearest" });
+  marked = current;
 }
 addEventListener("scroll", markCurrentSection);
 markCurrentSection();
